@@ -51,11 +51,14 @@ class StoredFile:
     """The hashes of the GPU blocks it covers, its own last; empty for a single one."""
 
 
-def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
+def file_bytes(
+    key: OffloadKey, payload_bytes: Sequence[int], gpu_blocks: Sequence[int] | None = None
+) -> int:
     """The length of a block's file.
 
     Args:
         payload_bytes: Per group, the bytes of an offloaded block.
+        gpu_blocks: Per group, how many GPU blocks it covers; None: one each.
 
     Raises:
         TransferError: The key's length or group is out of range.
@@ -69,7 +72,7 @@ def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
         raise TransferError(
             f"disk tier: a key of group {group} must belong to one of {len(payload_bytes)} groups"
         )
-    return header_bytes(key) + payload_bytes[group]
+    return header_bytes(key, gpu_blocks[group] if gpu_blocks else 1) + payload_bytes[group]
 
 
 @dataclass(slots=True)
@@ -178,8 +181,7 @@ class BlockStore(BlockFiles):
 
     @override
     def file_bytes(self, key: OffloadKey) -> int:
-        without_hashes = file_bytes(key, self._payload_bytes)
-        return without_hashes - header_bytes(key) + self._header_bytes(key)
+        return file_bytes(key, self._payload_bytes, self._gpu_blocks)
 
     def _header_bytes(self, key: OffloadKey) -> int:
         _, group = unpack_offload_key(key)
@@ -198,11 +200,9 @@ class BlockStore(BlockFiles):
             TransferError: The payload's length, or the number of hashes, is not the group's.
             OSError: It could not be written; nothing was changed.
         """
-        if self.file_bytes(key) != self._header_bytes(key) + len(payload):
-            raise TransferError(
-                f"disk tier: a payload of {len(payload)} bytes must be "
-                f"{self.file_bytes(key) - self._header_bytes(key)}"
-            )
+        expected = self.file_bytes(key) - self._header_bytes(key)
+        if len(payload) != expected:
+            raise TransferError(f"disk tier: a payload of {len(payload)} bytes must be {expected}")
         header = encode_header(key, payload, self.kept_hashes(key, block_hashes))
         path = self.root / relative_path(key)
         temporary = self._new_temporary(path)

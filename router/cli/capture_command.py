@@ -97,15 +97,12 @@ def _summary(captured: Captured, arguments: argparse.Namespace) -> str:
 
 
 async def _record_router(arguments: argparse.Namespace, captured: Captured) -> None:
-    router = RunningRouter(arguments.url, OPERATOR_KEY_VARIABLE, _TIMEOUTS)
-    try:
+    async with RunningRouter(arguments.url, OPERATOR_KEY_VARIABLE, _TIMEOUTS) as router:
         replica = arguments.replica or await _only_replica(router)
         lines = router.lines(f"/replicas/{replica}/recording?dp_rank={arguments.rank}")
         captured.show(f"recording {replica}")
         with RecordingWriter(arguments.output) as file:
             await _first_of(arguments.seconds, _write_lines(lines, file, captured))
-    finally:
-        await router.close()
 
 
 async def _only_replica(router: RunningRouter) -> str:

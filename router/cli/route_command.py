@@ -88,11 +88,8 @@ def _token_ids(text: str) -> list[int]:
 
 
 async def _ask(url: str, body: bytes, kind: type[_Route]) -> _Route:
-    router = RunningRouter(url, API_KEY_VARIABLE, _TIMEOUTS)
-    try:
+    async with RunningRouter(url, API_KEY_VARIABLE, _TIMEOUTS) as router:
         return await router.ask("POST", "/route?explain=true", kind, body)
-    finally:
-        await router.close()
 
 
 def _show(route: RouteView) -> None:

@@ -32,7 +32,7 @@ class QueryFailed(RouterError):
 
 
 class RunningRouter:
-    """A router to query. Close it after use."""
+    """A router to query; a context manager that closes its connections."""
 
     def __init__(self, url: str, key_variable: str, timeouts: Timeouts) -> None:
         """
@@ -52,7 +52,10 @@ class RunningRouter:
             raise QueryFailed(f"{key_variable}: holds what no header can; a key is printable ASCII")
         self._client = UpstreamClient()
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> RunningRouter:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
         await self._client.close()
 
     async def ask(

@@ -83,15 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _show(console: Console, url: str, interval_s: float | None) -> None:
     """Show the router every *interval_s*; once if that is None."""
-    router = RunningRouter(url, OPERATOR_KEY_VARIABLE, _TIMEOUTS)
-    try:
+    async with RunningRouter(url, OPERATOR_KEY_VARIABLE, _TIMEOUTS) as router:
         glance = await _look(router)
         if interval_s is None:
             console.print(render(glance, console.width, None))
         else:
             await _keep_showing(console, router, glance, interval_s)
-    finally:
-        await router.close()
 
 
 async def _look(router: RunningRouter) -> Glance:

@@ -96,15 +96,15 @@ class RequestTrace:
             routing_s: How long the rest took, after that.
         """
         now = time.perf_counter_ns()
-        began = now - int(routing_s * 1e9)
+        began = now - _ns(routing_s)
         if tokenization_s is not None:
-            self.steps.append(Step("tokenise", began - int(tokenization_s * 1e9), began))
+            self.steps.append(Step("tokenise", began - _ns(tokenization_s), began))
         self.steps.append(Step("route", began, now))
 
     def waited(self, name: str, seconds: float) -> None:
         """Record a wait that ends now."""
         now = time.perf_counter_ns()
-        self.steps.append(Step(name, now - int(seconds * 1e9), now))
+        self.steps.append(Step(name, now - _ns(seconds), now))
 
     def plan(self, attempts: Iterable[Attempt]) -> Iterator[Attempt]:
         """The same attempts, each with the headers of its own span."""
