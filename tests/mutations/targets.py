@@ -37,10 +37,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/kvevents/test_stream_repair.py",
         "tests/kvevents/test_subscriber.py",
     ),
-    "kvevents/stream_state.py": (
-        "tests/kvevents/test_stream_repair.py",
-        "tests/kvevents/test_subscriber.py",
-    ),
     "kvevents/hashing.py": ("tests/kvevents/test_hashing.py",),
     # The index.
     "router/index/layout_learner.py": _CORE,
