@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from kvevents.events import (
     GPU,
@@ -353,18 +354,12 @@ def _dense_events(tier: _Tier, run: list[BlockHash]) -> Iterator[BlockStored]:
 def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
     contents = [tier.contents[block_hash] for block_hash in hashes]
     first = contents[0]
-    return BlockStored(
-        block_hashes=hashes,
+    return replace(
+        _bare_event(tier, hashes),
         parent_block_hash=first.parent,
         token_ids=unpack_tokens(b"".join(content.packed_tokens for content in contents)),
-        medium=tier.place.tier,
-        locality=tier.place.locality,
-        ownership=tier.place.ownership,
-        group_idx=tier.label.group_idx,
         lora_name=first.lora_name,
         extra_keys=[content.extra_keys for content in contents] if first.shows_extra_keys else None,
-        kv_cache_spec_kind=tier.label.kind,
-        kv_cache_spec_sliding_window=tier.label.sliding_window,
         lookahead_token_ids=None
         if first.lookahead is None
         else [list(content.lookahead or ()) for content in contents],

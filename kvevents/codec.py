@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -391,30 +392,20 @@ def _plain_tokens(token_ids: Any, place: str) -> Any:
     return token_ids
 
 
-def _read_removed(fields: dict[str, Any], place: str) -> Event:
-    known = {name: fields.get(name) for name in BlockRemoved.__struct_fields__}
-    return _convert(known, BlockRemoved, place)
-
-
-def _read_cleared(fields: dict[str, Any], place: str) -> Event:
-    return _convert({"medium": fields.get("medium")}, AllBlocksCleared, place)
-
-
-def _read_tier_cleared(fields: dict[str, Any], place: str) -> Event:
-    return _convert({"medium": fields.get("medium")}, TierBlocksCleared, place)
-
-
-def _read_layout(fields: dict[str, Any], place: str) -> Event:
-    known = {name: fields[name] for name in CacheLayout.__struct_fields__ if name in fields}
-    return _convert(known, CacheLayout, place)
+def _read_fields(kind: type[Event], fields: dict[str, Any], place: str) -> Event:
+    """Read an event whose fields stand in it as they are."""
+    known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
+    if "medium" in kind.__struct_fields__:
+        known.setdefault("medium", None)
+    return _convert(known, kind, place)
 
 
 _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
     "BlockStored": _read_stored,
-    "BlockRemoved": _read_removed,
-    "AllBlocksCleared": _read_cleared,
-    "TierBlocksCleared": _read_tier_cleared,
-    "CacheLayout": _read_layout,
+    **{
+        kind.__name__: partial(_read_fields, kind)
+        for kind in (BlockRemoved, AllBlocksCleared, TierBlocksCleared, CacheLayout)
+    },
 }
 
 

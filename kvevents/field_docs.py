@@ -18,9 +18,9 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 
 class MetricKind(Enum):
@@ -44,8 +44,8 @@ class Exported:
     name: str
     labels: tuple[str, ...] = ()
     """The labels whose values are the keys of a mapping."""
-    help: str | None = None
-    """None: the string under the field."""
+    help: str = ""
+    """Empty: the string under the field."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets but the last one."""
 
@@ -70,38 +70,21 @@ def histogram(name: str, *labels: str, buckets: tuple[float, ...]) -> Exported:
     return Exported(MetricKind.HISTOGRAM, name, labels, buckets=buckets)
 
 
-class FieldMetric(NamedTuple):
-    """The metric of a field."""
-
-    field: str
-    kind: MetricKind
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    buckets: tuple[float, ...]
-
-
-def metrics_of(owner: type) -> Sequence[FieldMetric]:
-    """The metrics among the fields of a class and its bases, in their order."""
+def metrics_of(owner: type) -> Mapping[str, Exported]:
+    """The metrics among the fields of a class and its bases, by field, in their order; each with
+    its help."""
     return _metrics_of(owner)
 
 
 @functools.cache
-def _metrics_of(owner: type) -> Sequence[FieldMetric]:
+def _metrics_of(owner: type) -> Mapping[str, Exported]:
     docs = field_docs(owner)
-    return [
-        FieldMetric(
-            field,
-            metric.kind,
-            metric.name,
-            metric.help or docs[field],
-            metric.labels,
-            metric.buckets,
-        )
+    return {
+        field: metric if metric.help else replace(metric, help=docs[field])
         for field, hint in get_type_hints(owner, include_extras=True).items()
         for metric in getattr(hint, "__metadata__", ())
         if isinstance(metric, Exported)
-    ]
+    }
 
 
 def field_docs(owner: type) -> dict[str, str]:

@@ -10,7 +10,7 @@ one copy is saved:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from typing_extensions import override
 from offload.base import Direction
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, Ids, TransferGeometry, TransferPlan
-from offload.transfer.rows import Bytes, RowCopier, rows_of
+from offload.transfer.rows import Bytes, RowCopier, Rows, rows_of
 
 Pace = Callable[[int], None]
 """Called in the transfer thread before each chunk, with its bytes: it may block to leave room for
@@ -117,29 +117,17 @@ class HostStager(Stager):
     def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
         for chunk in plan.chunks:
             self._pace(chunk.gpu_bytes)
-            buffer = side.direct_buffer(chunk)
-            is_staged = buffer is None
-            if buffer is None:
-                buffer = chunk_view(self._geometry, chunk, self._staging)
+            direct, ids = side.direct_buffer(chunk), plan.block_ids[chunk.ids]
+            buffer = chunk_view(self._geometry, chunk, self._staging) if direct is None else direct
             if plan.direction is Direction.STORE:
-                self._store(plan, chunk, side, buffer, is_staged)
+                self._pages.gather(chunk, ids, buffer)
+                if direct is None:
+                    side.write(chunk, buffer)
             else:
-                self._load(plan, chunk, side, buffer, is_staged)
+                if direct is None:
+                    side.read(chunk, buffer)
+                self._pages.scatter(chunk, ids, buffer)
         return plan.gpu_bytes
-
-    def _store(
-        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, is_staged: bool
-    ) -> None:
-        self._pages.gather(chunk, plan.block_ids[chunk.ids], buffer)
-        if is_staged:
-            side.write(chunk, buffer)
-
-    def _load(
-        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, is_staged: bool
-    ) -> None:
-        if is_staged:
-            side.read(chunk, buffer)
-        self._pages.scatter(chunk, plan.block_ids[chunk.ids], buffer)
 
 
 class _HostPages:
@@ -152,25 +140,21 @@ class _HostPages:
 
     def gather(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
         """Copy pages *ids* into *buffer*, `[lower_count, offloaded_bytes]` int8."""
-        pages = self._staged(chunk, buffer)
-        for ref, first in zip(
-            self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
-        ):
-            source = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
-            self._copier.gather(source, ids, rows_of(pages, first, ref.page_bytes))
+        for rows, staged in self._pairs(chunk, buffer):
+            self._copier.gather(rows, ids, staged)
 
     def scatter(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
         """Copy pages *ids* out of *buffer*, `[lower_count, offloaded_bytes]` int8."""
-        pages = self._staged(chunk, buffer)
-        for ref, first in zip(
-            self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
-        ):
-            target = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
-            self._copier.scatter(rows_of(pages, first, ref.page_bytes), ids, target)
+        for rows, staged in self._pairs(chunk, buffer):
+            self._copier.scatter(staged, ids, rows)
 
-    def _staged(self, chunk: Chunk, buffer: Tensor) -> Bytes:
-        pages: Bytes = buffer.numpy().reshape(-1, self._cache.page_bytes[chunk.group])
-        return pages[chunk.pages]
+    def _pairs(self, chunk: Chunk, buffer: Tensor) -> Iterator[tuple[Rows, Rows]]:
+        """Per ref, the cache's rows and the staged ones."""
+        cache, group = self._cache, chunk.group
+        pages: Bytes = buffer.numpy().reshape(-1, cache.page_bytes[group])[chunk.pages]
+        for ref, first in zip(cache.group_refs[group], cache.page_offsets(group), strict=True):
+            rows = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
+            yield rows, rows_of(pages, first, ref.page_bytes)
 
 
 def chunk_view(geometry: TransferGeometry, chunk: Chunk, staging: Tensor) -> Tensor:

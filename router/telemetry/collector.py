@@ -88,13 +88,13 @@ def fields_as_metrics(
     kind: type[_Of], labels: Sequence[str], found: _Labelled[_Of]
 ) -> Iterator[Metric]:
     """The metrics among the fields of one kind of statistics; a value of None is left out."""
-    for metric in metrics_of(kind):
+    for field, metric in metrics_of(kind).items():
         is_counter = metric.kind is MetricKind.COUNTER
         family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(
             metric.name, metric.help, labels=(*labels, *metric.labels)
         )
         for values, statistics in found:
-            value = getattr(statistics, metric.field)
+            value = getattr(statistics, field)
             if metric.labels:
                 for key, number in value.items():
                     family.add_metric((*values, *_label_values(key)), number)

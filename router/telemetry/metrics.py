@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from kvevents.field_docs import FieldMetric, MetricKind, counter, histogram, metrics_of
+from kvevents.field_docs import Exported, MetricKind, counter, histogram, metrics_of
 from router.telemetry.request_log import outcome
 from router.telemetry.sums import Comparisons, Distribution, RequestSum
 
@@ -97,7 +97,7 @@ class _Written(Generic[_Series]):
     Here only the event loop writes; a scrape's thread reads whole numbers.
     """
 
-    def __init__(self, spec: FieldMetric) -> None:
+    def __init__(self, spec: Exported) -> None:
         self._spec = spec
         self._by_labels: dict[tuple[str, ...], _Series] = {}
         if not spec.labels:
@@ -320,10 +320,10 @@ class RouterMetrics:
         self._tiers: set[str] = set()
         self._served: dict[tuple[str, str], ServedMetrics] = {}
         registry.register(self._collected)
-        for spec in metrics_of(RouterMetrics):
+        for field_name, spec in metrics_of(RouterMetrics).items():
             is_histogram = spec.kind is MetricKind.HISTOGRAM
             written = WrittenHistogram(spec) if is_histogram else WrittenCounter(spec)
-            setattr(self, spec.field, written)
+            setattr(self, field_name, written)
             registry.register(written)
 
     def decided(self, model: str, tokenization_s: float | None, routing_s: float) -> None:
@@ -361,8 +361,8 @@ class RouterMetrics:
             label: `replica` or `model`.
         """
         self._served.clear()
-        for spec in metrics_of(RouterMetrics):
-            getattr(self, spec.field).forget(label, value)
+        for name in metrics_of(RouterMetrics):
+            getattr(self, name).forget(label, value)
 
     def families(self) -> Iterable[Metric]:
         """Every metric as it was rendered last: its name, help, labels and series."""

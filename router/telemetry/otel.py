@@ -64,7 +64,6 @@ _STOP_S = 3.0
 _MAX_REASON_CHARS = 300
 _UNNAMED = "unknown_service"
 _OPERATIONS = {endpoint.value: FORMS[endpoint].operation for endpoint in PROMPT_ENDPOINTS}
-_FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
 _Attributes = dict[str, AttributeValue]
 
 
@@ -309,8 +308,8 @@ def _error(trace: RequestTrace) -> str | None:
 def _is_servers(trace: RequestTrace) -> bool:
     """Return whether the server is at fault; a 4xx is the client's (semantic conventions for
     HTTP)."""
-    end = None if trace.request is None else trace.request.end
-    return (trace.status or 0) >= 500 or end in _FAILED_ENDS
+    has_failed = trace.request is not None and trace.request.has_failed
+    return has_failed or (trace.status or 0) >= 500
 
 
 class _NextIds(IdGenerator):
