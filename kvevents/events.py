@@ -64,10 +64,22 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", 
         return hash((type(self).__name__, *values))
 
 
+class _InOneTier:
+    """Says where the blocks of an event are."""
+
+    __slots__ = ()
+    medium: str | None
+
+    @property
+    def tier(self) -> str:
+        """The tier in upper case; an engine that names no medium means the GPU."""
+        return (self.medium or GPU).upper()
+
+
 # msgspec generates a hash for every frozen struct, which fails on lists: each event assigns ours.
 
 
-class BlockStored(_Event, frozen=True):
+class BlockStored(_InOneTier, _Event, frozen=True):
     """One contiguous run of blocks of one group was stored in one tier.
 
     `token_ids` covers the run and `parent_block_hash` is the hash right before it. In a dense event
@@ -104,11 +116,6 @@ class BlockStored(_Event, frozen=True):
     __hash__ = _Event.__hash__
 
     @property
-    def tier(self) -> str:
-        """The tier in upper case; an engine that names no medium means the GPU."""
-        return (self.medium or GPU).upper()
-
-    @property
     def tokens_per_block(self) -> int:
         """The block size, stated or implied, where every hash has its tokens; else 0.
 
@@ -121,7 +128,7 @@ class BlockStored(_Event, frozen=True):
         return 0 if self.block_size and self.block_size * blocks != tokens else tokens // blocks
 
 
-class BlockRemoved(_Event, frozen=True):
+class BlockRemoved(_InOneTier, _Event, frozen=True):
     """Copies of blocks were removed from one tier of one group."""
 
     block_hashes: list[BlockHash]
@@ -135,24 +142,14 @@ class BlockRemoved(_Event, frozen=True):
 
     __hash__ = _Event.__hash__
 
-    @property
-    def tier(self) -> str:
-        """The tier in upper case; an engine that names no medium means the GPU."""
-        return (self.medium or GPU).upper()
 
-
-class AllBlocksCleared(_Event, frozen=True):
+class AllBlocksCleared(_InOneTier, _Event, frozen=True):
     """One tier of the source is empty, the GPU where none is named; other tiers keep their
     blocks."""
 
     medium: str | None = None
 
     __hash__ = _Event.__hash__
-
-    @property
-    def tier(self) -> str:
-        """The tier in upper case."""
-        return (self.medium or GPU).upper()
 
 
 class TierBlocksCleared(_Event, frozen=True):
@@ -164,7 +161,7 @@ class TierBlocksCleared(_Event, frozen=True):
 
     @property
     def tier(self) -> str:
-        """The tier in upper case."""
+        """The tier in upper case; a name that is empty is not the GPU's here."""
         return self.medium.upper()
 
 

@@ -260,7 +260,8 @@ class Listener:
         """
         made: Socket = self._context.socket(zmq.SUB)
         try:
-            self._set_up(made)
+            bound(made, self._socket_limits)
+            made.setsockopt(zmq.SUBSCRIBE, b"")
             self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED | _GONE)
             self.endpoint = open_socket(made, "events.listen", self._wanted, False).address
         except BaseException:
@@ -317,10 +318,6 @@ class Listener:
         return ListenerStatistics(self.endpoint, len(self._of_topic), dict(self._counts), unknown)
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _set_up(self, made: Socket) -> None:
-        bound(made, self._socket_limits)
-        made.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _on_signal(self) -> None:
         if self._next_pass is None:

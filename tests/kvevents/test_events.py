@@ -21,6 +21,7 @@ from kvevents.events import (
     EventBatch,
     GroupSpec,
     KVEventAggregator,
+    TierBlocksCleared,
     pack_tokens,
     unpack_tokens,
 )
@@ -392,6 +393,12 @@ def test_a_tier_has_one_spelling_whatever_an_engine_writes(medium: str | None, t
     assert BlockStored([1], None, [], medium).tier == tier
     assert BlockRemoved([1], medium).tier == tier
     assert AllBlocksCleared(medium).tier == tier
+
+
+@pytest.mark.parametrize(("medium", "tier"), [("cpu", "CPU"), ("GPU", "GPU"), ("", "")])
+def test_a_tier_that_is_cleared_by_name_is_that_one(medium: str, tier: str) -> None:
+    """An empty name must not empty the GPU, as it does where no tier is named."""
+    assert TierBlocksCleared(medium).tier == tier
 
 
 # --- packed tokens --------------------------------------------------------------------------------
