@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -41,17 +42,15 @@ class Hour:
 
 
 class _Ring:
-    """Holds the steps of one replica."""
+    """Holds the steps of one replica, the last `STEPS` of them."""
 
     def __init__(self) -> None:
-        self.steps: list[array[float]] = []
-        self.removed: list[array[float]] = []
+        self.steps: deque[array[float]] = deque(maxlen=STEPS)
+        self.removed: deque[array[float]] = deque(maxlen=STEPS)
 
     def add(self, step: array[float], removed: array[float]) -> None:
         self.steps.append(step)
-        del self.steps[:-STEPS]
         self.removed.append(removed)
-        del self.removed[:-STEPS]
 
 
 @dataclass(frozen=True, slots=True)
