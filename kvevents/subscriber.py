@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from time import monotonic
 from typing import Any
 
@@ -32,15 +32,6 @@ from kvevents.stream_state import Action, Input, SourceState, State
 from kvevents.subscription import Subscription
 
 _BATCHES_A_TURN = 64
-
-_DELAYS = (
-    "patience_s",
-    "first_probe_s",
-    "max_probe_s",
-    "spacing_s",
-    "first_retry_s",
-    "max_retry_s",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class SubscriberOptions:
     replay: ReplayLimits = field(default_factory=ReplayLimits)
 
     def __post_init__(self) -> None:
-        for name in _DELAYS:
+        for name in (each.name for each in fields(self) if each.name.endswith("_s")):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}: it must be a positive number of seconds"

@@ -76,8 +76,7 @@ class CacheManager:
     def __init__(self, config: CacheConfig, scheduler_block_size: int) -> None:
         """
         Args:
-            scheduler_block_size: The size that the scheduler aligns to, in tokens; handed to the
-                coordinator and every group unchanged.
+            scheduler_block_size: The size that the scheduler aligns to, in tokens.
 
         Raises:
             CacheConfigError: The scheduler's size is not the one the configuration was checked
@@ -91,7 +90,7 @@ class CacheManager:
         self.config = config
         self._log = EventLog(config.layout.groups) if config.enable_events else None
         self.pool = BlockPool(config.num_blocks, config.layout.groups, self._log)
-        self.coordinator = create_coordinator(config, self.pool, scheduler_block_size)
+        self.coordinator = create_coordinator(config, self.pool)
         self._counts = CacheCounts()
 
     @property

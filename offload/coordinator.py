@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from typing_extensions import override
 
@@ -58,13 +59,13 @@ class ComputedBlocks:
 class Coordinator(ABC):
     """Blocks of all groups for a request; its forms differ in the blocks they find and cache."""
 
-    def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
+    def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
         self.layout = config.layout
         self.pool = pool
-        self.scheduler_block_size = scheduler_block_size
+        self.scheduler_block_size = config.scheduler_block_size
         self.retention_interval = config.retention_interval
         self.managers = tuple(
-            _create_manager(GroupIdx(index), config, pool, scheduler_block_size)
+            _create_manager(GroupIdx(index), config, pool)
             for index in range(len(config.layout.groups))
         )
         self.no_blocks = ComputedBlocks(0, tuple(() for _ in self.managers))
@@ -293,10 +294,9 @@ class SingleGroupCoordinator(Coordinator):
 class HybridCoordinator(SingleGroupCoordinator):
     """Several groups: the hit is what all accept, and only blocks within such a hit are kept."""
 
-    def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
-        """See `Coordinator`."""
-        super().__init__(config, pool, scheduler_block_size)
-        self._has_states = any(group.kind is GroupKind.MAMBA for group in config.layout.groups)
+    @cached_property
+    def _has_states(self) -> bool:
+        return any(group.kind is GroupKind.MAMBA for group in self.layout.groups)
 
     @override
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
@@ -336,20 +336,17 @@ class HybridCoordinator(SingleGroupCoordinator):
             manager.cache_blocks(request, cacheable, self._retention(request, manager))
 
 
-def create_coordinator(
-    config: CacheConfig, pool: BlockPool, scheduler_block_size: int
-) -> Coordinator:
+def create_coordinator(config: CacheConfig, pool: BlockPool) -> Coordinator:
     """Create the form that fits the configuration.
 
     Args:
         pool: Shared by all groups.
-        scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
     """
     if not config.enable_caching:
-        return UncachedCoordinator(config, pool, scheduler_block_size)
+        return UncachedCoordinator(config, pool)
     if len(config.layout.groups) == 1:
-        return SingleGroupCoordinator(config, pool, scheduler_block_size)
-    return HybridCoordinator(config, pool, scheduler_block_size)
+        return SingleGroupCoordinator(config, pool)
+    return HybridCoordinator(config, pool)
 
 
 def resume_positions(
@@ -373,16 +370,14 @@ def resume_positions(
     return tuple(sorted({max(end - step, 0) for end in ends}))
 
 
-def _create_manager(
-    group_idx: GroupIdx, config: CacheConfig, pool: BlockPool, scheduler_block_size: int
-) -> GroupManager:
+def _create_manager(group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> GroupManager:
     group = config.layout.groups[group_idx]
     is_cached = group.kind is not GroupKind.NOT_CACHED
     settings = GroupSettings(
         group_idx=group_idx,
         group=group,
         # An encoder's blocks take no part in hits, so they need not fit the scheduler's.
-        scheduler_block_size=scheduler_block_size if is_cached else group.block_size,
+        scheduler_block_size=config.scheduler_block_size if is_cached else group.block_size,
         max_in_flight_tokens=config.max_in_flight_tokens,
         max_model_len=config.max_model_len,
         eagle=group_idx in config.layout.eagle,

@@ -41,7 +41,7 @@ from tests.support.engine_model import Has, defined_hit, defined_own
 
 def coordinator_of(config: CacheConfig) -> Coordinator:
     pool = BlockPool(config.num_blocks, config.layout.groups)
-    return create_coordinator(config, pool, config.scheduler_block_size)
+    return create_coordinator(config, pool)
 
 
 def prompt_of(config: CacheConfig, tokens: int, request_id: str = "a") -> CacheRequest:
