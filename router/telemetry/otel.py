@@ -18,9 +18,7 @@ from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
     OTEL_BSP_SCHEDULE_DELAY,
-    OTEL_EXPORTER_OTLP_ENDPOINT,
     OTEL_EXPORTER_OTLP_PROTOCOL,
-    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
     OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
     OTEL_SDK_DISABLED,
 )
@@ -58,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 _TRACES_EXPORTER = "OTEL_TRACES_EXPORTER"
 _TRACES_PATH = "/v1/traces"
-_DEFAULT_ENDPOINT = "http://localhost:4318"
 _STOP_S = 3.0
 """How long the last spans may take when the router stops."""
 _MAX_REASON_CHARS = 300
@@ -90,7 +87,8 @@ class OtelTracing:
         self._exported = counter.labels("exported")
         self._failed = counter.labels("failed")
         self._dropped = counter.labels("dropped")
-        self._exporter = OTLPSpanExporter(_endpoint(config, environ))
+        endpoint = config.endpoint and config.endpoint.rstrip("/") + _TRACES_PATH
+        self._exporter = OTLPSpanExporter(endpoint)  # None: as the environment has it
         self._maker = SpanMaker(_resource())
         self._sampler = _sampler(config)
         self._waiting: deque[RequestTrace] = deque()
@@ -388,13 +386,6 @@ def _sampler(config: TracingConfig) -> Sampler:
     if config.sampled_share is not None:
         return ParentBased(TraceIdRatioBased(config.sampled_share))
     return TracerProvider(shutdown_on_exit=False).sampler
-
-
-def _endpoint(config: TracingConfig, environ: Mapping[str, str]) -> str:
-    if config.endpoint is None and (whole := environ.get(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT)):
-        return whole
-    base = config.endpoint or environ.get(OTEL_EXPORTER_OTLP_ENDPOINT) or _DEFAULT_ENDPOINT
-    return base.rstrip("/") + _TRACES_PATH
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
