@@ -126,7 +126,7 @@ class Delivery:
     def take(self, batch: Batch) -> Input:
         """Return the fate of *batch*, which is handed on if it is the next one."""
         if batch.seq == self.tracker.expected:
-            given = self._apply(batch)
+            given = self.hand_on(batch)
             return self._proved(given) if self._proves_by_number else given
         self._proves_by_number = False
         fate = self.tracker.classify(batch.seq, fingerprint(batch.payload))
@@ -142,7 +142,21 @@ class Delivery:
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on even behind a gap; return its fate."""
-        return self._apply(batch)
+        seq, payload = batch
+        tracker = self.tracker
+        publisher_id = publisher_of(payload)
+        if publisher_id is not None and self._is_foreign(publisher_id):
+            return Input.IDENTITY_CHANGED
+        begins = seq == 0 and tracker.last is None
+        try:
+            fate = self._hand_on(batch)
+        except MalformedBatch as problem:
+            self.report(problem)
+            return Input.MALFORMED
+        if publisher_id is not None:
+            tracker.publisher_id = publisher_id
+        tracker.advance(seq, fingerprint(payload))
+        return Input.BEGINNING if begins and fate is not Input.PARTLY_KEPT else fate
 
     def skip(self, batch: Batch) -> None:
         """Count *batch* among those handed on, although it was not."""
@@ -212,23 +226,6 @@ class Delivery:
     def _proved(self, given: Input) -> Input:
         self._proves_by_number = False
         return Input.ALL_KNOWN if given is Input.NEXT else given
-
-    def _apply(self, batch: Batch) -> Input:
-        seq, payload = batch
-        tracker = self.tracker
-        publisher_id = publisher_of(payload)
-        if publisher_id is not None and self._is_foreign(publisher_id):
-            return Input.IDENTITY_CHANGED
-        begins = seq == 0 and tracker.last is None
-        try:
-            fate = self._hand_on(batch)
-        except MalformedBatch as problem:
-            self.report(problem)
-            return Input.MALFORMED
-        if publisher_id is not None:
-            tracker.publisher_id = publisher_id
-        tracker.advance(seq, fingerprint(payload))
-        return Input.BEGINNING if begins and fate is not Input.PARTLY_KEPT else fate
 
     def _hand_on(self, batch: Batch) -> Input:
         effect = self._consumer.apply(batch)
