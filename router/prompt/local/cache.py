@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from kvevents.field_docs import counter
 from router.prompt.local.backend import encode_all
-from router.prompt.local.segments import Segmenter
+from router.prompt.local.segmenter import Segmenter
 from router.prompt.prompts import TokenIds
 
 # Salt and text. The salt separates tenants: the time of a response must not reveal to one of them

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from router.prompt.local.segments import Segmenter
+from router.prompt.local.segmenter import Segmenter
 from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
 
 MOST_EXPECTED = 8

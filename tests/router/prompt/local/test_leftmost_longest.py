@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt.local.segments import compile_matcher
+from router.prompt.local.segmenter import compile_matcher
 
 _WORDS = st.lists(st.text("ab<|>.", min_size=1, max_size=6), min_size=1, max_size=8)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from router.prompt.local.backend import encode_all
+from router.prompt.local.segmenter import Segmenter
 from router.prompt.local.segments import (
-    Segmenter,
     TokenizerRules,
     choose_segmenter,
     read_rules,
