@@ -21,8 +21,8 @@ from kvevents.codec import encode
 from kvevents.events import EventBatch
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
+from router.feed.snapshot_peers import Sender, read_sealed
 from router.feed.snapshot_records import restore
-from router.feed.snapshot_transfer import Sender, read_sealed
 from router.feed.source_feed import SavedSource
 from router.index.base import SourceId
 from router.index.index import PrefixIndex

@@ -11,8 +11,7 @@ import msgspec
 from router.fleet.limits import KeyUsage
 from router.fleet.replica import IsEligible
 from router.prompt.endpoints import Endpoint
-from router.routing.stored_responses import ResponseOwner
-from router.routing.terms import TenantSalt
+from router.routing.terms import ResponseOwner, TenantSalt
 
 
 @dataclass(frozen=True, slots=True)

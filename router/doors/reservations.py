@@ -22,7 +22,7 @@ from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
 from router.routing.admission import Admission
 from router.routing.decision import Decision
-from router.telemetry.request_observer import RequestObserver
+from router.telemetry.request_log import RoutedRequest
 
 if TYPE_CHECKING:
     from router._core import Place
@@ -132,6 +132,19 @@ class ReservationObserver(Protocol):
         raise NotImplementedError
 
 
+class DecidedObserver(ReservationObserver, Protocol):
+    """Receives those of a reservation that was decided in Python."""
+
+    decision: Decision
+    request: RoutedRequest
+
+    def on_chunk(self, piece: bytes) -> None:
+        """A piece of the response's body has come."""
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        """It is sent to another replica."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Reservation:
     """One booking, from its decision to its end."""
@@ -224,7 +237,7 @@ class Reservation:
 class DecidedReservation(Reservation):
     """A reservation that was decided in Python."""
 
-    observer: RequestObserver
+    observer: DecidedObserver
 
     @property
     def decision(self) -> Decision:

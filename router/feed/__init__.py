@@ -11,13 +11,12 @@ block hashes, and tokens of runs that wait for their parents: treat it like a lo
 
 The files; each imports only what is listed above it:
 
-    taps.py               recorders of a cache; keeps nothing without a listener
-    polled.py             events that are polled over HTTP, as connections
-    source_feed.py        applies the batches of one stream to the index of its model
-    feed.py               all streams: follows them, and knows which of them are whole
-    snapshot_records.py   a snapshot as bytes, and back into an index
-    snapshot_file.py      on disk
-    snapshot_transfer.py  between processes: bounded, and sealed
-    snapshot_peers.py     from other routers, over HTTP
-    beginning.py          at a start: the first place that has one
+    taps.py              recorders of a cache; keeps nothing without a listener
+    polled.py            events that are polled over HTTP, as connections
+    source_feed.py       applies the batches of one stream to the index of its model
+    feed.py              all streams: follows them, and knows which of them are whole
+    snapshot_records.py  a snapshot as bytes, and back into an index
+    snapshot_file.py     on disk
+    snapshot_peers.py    between routers, over HTTP: bounded, and sealed
+    beginning.py         at a start: the first place that has one
 """

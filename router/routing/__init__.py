@@ -43,8 +43,7 @@ The files; each imports only what is listed above it:
     question.py            one request, as replicas are ranked for it, and where it goes
     known.py               the state that decisions read, and the requests in caches it follows
     fleets.py              updates the compiled core with the replicas and their state
-    ranker.py              has the core rank by a policy of its own, or by a plug-in
-    planner.py             hits, load and policy -> a ranking of replicas
+    planner.py             hits, load and policy -> a ranking of replicas, which the core makes
     booking.py             one request where it is sent, from there to its end
     prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?

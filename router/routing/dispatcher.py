@@ -32,8 +32,8 @@ from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
-from router.routing.stored_responses import ResponseOwner, StoredResponses
-from router.routing.terms import NO_TERMS, TenantSalt, Terms, among
+from router.routing.stored_responses import StoredResponses
+from router.routing.terms import NO_TERMS, ResponseOwner, TenantSalt, Terms, among
 
 _Result = TypeVar("_Result")
 

@@ -5,25 +5,61 @@ once, as the rank that the policy prefers if it looks at what each cache is doin
 where the request would wait least. That rank is asked for whenever it matters: wherever a hit, a
 recent prompt or load tells the ranks apart, and for every prompt that is remembered, since the next
 one like it should find the same rank.
+
+The core matches, sorts out, and orders, by what a mirror and estimates know of the caches.
+Candidates and their reasons are made from what the core found when they are asked for. A plug-in
+gets what the core found as columns, and orders it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
+from typing import Any
 
+from msgspec.structs import replace
+
+from router._core import DecidedRanking, Decider
+from router.errors import PolicyError
+from router.fleet.gate import (
+    AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    BEING_PROBED,
+    BREAKER_OPEN,
+    TENANT_BACKING_OFF,
+)
 from router.fleet.replica import Replica
 from router.index.index import PrefixIndex
+from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
-from router.policies.types import Candidate, Policy, Ranked, Weights
+from router.policies.plug_ins import PlugIn
+from router.policies.policies import BuiltInPolicy, session_bytes
+from router.policies.reasons import Why
+from router.policies.standings import Lower, Ranking, Standings
+from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 from router.prompt.prompts import TokenizedPrompt
+from router.routing.fleets import FleetKeeper
 from router.routing.known import RECENT_STEP, CacheVisits, Known
 from router.routing.question import RankQuestion
-from router.routing.ranker import Ranker
 
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
+_OBSTACLES = (
+    None,
+    "not healthy",
+    "draining",
+    AT_LIMIT,
+    AT_TOKEN_LIMIT,
+    BACKING_OFF,
+    TENANT_BACKING_OFF,
+    BREAKER_OPEN,
+    BEING_PROBED,
+    "removed",
+)
+"""As `Obstacle` of core/decide/fleet.hpp counts them."""
 
 
 class RoutePlanner:
@@ -118,3 +154,190 @@ def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Ha
         for found in tokenized[:MAX_MATCHED_PROMPTS]
         if found.token_ids
     ]
+
+
+# --- the ranking itself ---------------------------------------------------------------------------
+
+
+class Ranker:
+    """Ranks replicas by one policy."""
+
+    def __init__(self, policy: Policy, known: Known, weights: Weights, random: Random) -> None:
+        """
+        Args:
+            policy: A built-in one, which has weights of its own, or a plug-in.
+            weights: Where a plug-in leaves the choice among ranks to the wait there.
+        """
+        self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
+        self._needs_outlook = self._policy.needs_outlook
+        self._mirror = known.mirror
+        assert self._mirror is None or self._mirror.books is known.load.books, "one set of books"
+        lost_since = None if known.approximate is None else known.approximate.lost_since
+        self.fleets = FleetKeeper(known.load.books, known.suspects, lost_since)
+        name, weights = (
+            (policy.name, policy.weights) if isinstance(policy, BuiltInPolicy) else ("", weights)
+        )
+        self.decider = Decider(
+            known.load.books,
+            name,
+            weights,
+            known.engine_load_stale_after_s,
+            random.getrandbits(64),
+            self._needs_outlook,
+        )
+        if known.recent is not None:
+            self.decider.use_recent(known.recent.core)
+
+    @property
+    def asks_a_plug_in(self) -> bool:
+        """Return whether the core cannot decide alone."""
+        return isinstance(self._policy, PlugIn)
+
+    def number_of(self, model: str) -> int:
+        """The mirror's number of a model, where there is a mirror."""
+        return 0 if self._mirror is None else self._mirror.number_of_model(model)
+
+    def rank(
+        self,
+        question: RankQuestion,
+        replicas: list[Replica],
+        now: float,
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
+        """Rank replicas for a request; see `RoutePlanner.rank`.
+
+        Args:
+            replicas: Not to be changed any more.
+        Raises:
+            PolicyError: A cost is not finite, or a plug-in broke the rules of a policy.
+        """
+        request, index, prompts = question.request, question.index, question.prompts
+        # Those who compute prompts for others are a fleet of their own, with turns of their own.
+        name = f"{request.model} prefill" if request.is_for_prefill else request.model
+        fleet = self.fleets.fleet_of(name, replicas, index)
+        asked = self._with_outlook(question) if self.asks_a_plug_in else request
+        found = self.decider.rank(
+            fleet.core,
+            name,
+            self.number_of(request.model),
+            session_bytes(request),
+            question.tenant,
+            request.prompt_tokens,
+            fleet.shared,
+            [prompt.hashed for prompt in prompts],
+            [] if index is None else [index.computed(prompt) for prompt in prompts],
+            question.choice,
+            now,
+            self._asks_for_ranks(asked),
+        )
+        excluded = [_candidate(fields, obstacle) for fields, obstacle in found.excluded()]
+        return self._ordered(found, asked) if len(found) else (), excluded
+
+    def _ordered(self, found: DecidedRanking, request: RouteRequest) -> Sequence[Ranked]:
+        """Return what the core found, best first; there is some."""
+        policy = self._policy
+        if isinstance(policy, PlugIn):
+            return policy.rank(request, _standings(found.columns(), found.lower))
+        if found.has_failed():
+            raise PolicyError(f"policy {policy.name}: some cost is not finite, and each must be")
+        request = replace(request, prefill_tokens_per_s=found.prefill_tokens_per_s())
+        why = policy.why(request, found.mean_congestion())
+        return Ranking(_Order(found, why), _FoundInCore(found))
+
+    def _asks_for_ranks(
+        self, request: RouteRequest
+    ) -> Callable[[Any, list[tuple[Any, ...]]], Sequence[float]] | None:
+        """Return what the core asks for the costs of a replica's ranks; None: it knows itself."""
+        policy = self._policy
+        if isinstance(policy, PlugIn) and policy.chooses_ranks:
+            return partial(_costs_of_ranks, policy, request)
+        return None
+
+    def _with_outlook(self, question: RankQuestion) -> RouteRequest:
+        """With what a plug-in may know of a request besides."""
+        request, prompts = question.request, question.prompts
+        if self._mirror is None or not self._needs_outlook:
+            return request
+        return replace(
+            request,
+            prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
+            keys=prompts[0].prefix_keys(STEP) if len(prompts) == 1 else (),
+        )
+
+
+class _Order:
+    """The order that the core found."""
+
+    __slots__ = ("cost", "first", "numbers", "why")
+
+    def __init__(self, found: DecidedRanking, why: Why) -> None:
+        self.cost, self.first, self.numbers = found.cost, found.first, found.numbers
+        self.why = why
+
+
+class _FoundInCore:
+    """The candidates that the core ordered."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, found: DecidedRanking) -> None:
+        self._found = found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def candidate(self, number: int) -> Candidate:
+        return _candidate(self._found.candidate(number))
+
+
+def _costs_of_ranks(
+    policy: PlugIn, request: RouteRequest, columns: Any, lower: list[tuple[Any, ...]]
+) -> Sequence[float]:
+    """Return the costs of the ranks of a replica, as the core asks for them."""
+    return policy.costs_of_ranks(request, _standings(columns, lower.__getitem__))
+
+
+def _standings(columns: Any, lower: Callable[[int], tuple[Any, ...]]) -> Standings:
+    """Read the core's columns of all candidates."""
+    states, gpu, cached, junction, recent, progress, outlooks = columns
+    return Standings(
+        *(states, gpu, cached, junction, recent, progress, outlooks),
+        lambda number: Lower(*lower(number)),
+    )
+
+
+def _candidate(fields: tuple[Any, ...], obstacle: int = 0) -> Candidate:
+    """Read the core's fields of one candidate."""
+    (name, gpu, cached, by_tier, price, pull_from, junction, recent, progress, age, reuse) = fields[
+        :11
+    ]
+    uncached, arrivals, refill, suspect, trust, load, speed, dp_rank = fields[11:]
+    queued, prefilling, decoding, context, foreign, waiting = load
+    return Candidate(
+        replica_id=name,
+        gpu_cached_tokens=gpu,
+        cached_tokens=cached,
+        by_tier=by_tier,
+        load_price=price,
+        pull_from=pull_from,
+        junction_tokens=junction,
+        recent_tokens=recent,
+        progress_tokens=progress,
+        eviction_age_s=age,
+        reuse_probability=reuse,
+        uncached_tokens_per_s=uncached,
+        arrivals_per_s=arrivals,
+        refill=refill,
+        suspect=suspect,
+        approximate_trust=trust,
+        load=CandidateLoad(
+            queued_prefill_tokens=queued,
+            prefilling_requests=prefilling,
+            decoding_requests=decoding,
+            decode_context_tokens=context,
+            foreign_requests=foreign,
+            waiting_requests=waiting,
+        ),
+        speed=speed,
+        obstacle=_OBSTACLES[obstacle],
+        dp_rank=dp_rank,
+    )

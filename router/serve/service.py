@@ -23,9 +23,8 @@ from router.doors.reservations import Reservations, ReservationStatistics
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper, read_file
-from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
+from router.feed.snapshot_peers import PeerLimits, Peers, Sender, peer_key
 from router.feed.snapshot_records import IndexSnapshot
-from router.feed.snapshot_transfer import Sender
 from router.fleet.client import UpstreamClient
 from router.fleet.discovery.keeper import CONFIGURATION, ReplicaKeeper, make_providers
 from router.fleet.entrance import Entrance, line_limits
@@ -44,9 +43,8 @@ from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
 from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Ranker, RoutePlanner
 from router.routing.prefill import PrefillPlanner
-from router.routing.ranker import Ranker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from router.config.schema import RouterConfig
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper
-from router.feed.snapshot_peers import Peers
-from router.feed.snapshot_transfer import Sender
+from router.feed.snapshot_peers import Peers, Sender
 from router.fleet.discovery.keeper import ReplicaKeeper
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyLimits

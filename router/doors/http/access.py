@@ -43,8 +43,7 @@ from router.errors import (
     UnknownPath,
 )
 from router.fleet.limits import KeyUsage
-from router.routing.stored_responses import ResponseOwner
-from router.routing.terms import TenantSalt, Terms, session_in
+from router.routing.terms import ResponseOwner, TenantSalt, Terms, session_in
 
 logger = logging.getLogger(__name__)
 

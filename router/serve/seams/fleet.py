@@ -41,7 +41,7 @@ from router.prompt.limits import PromptLimits
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.model import Model
-from router.routing.ranker import Ranker
+from router.routing.planner import Ranker
 from router.telemetry.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:

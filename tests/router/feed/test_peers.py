@@ -19,8 +19,7 @@ from kvevents.events import EventBatch
 from router.errors import NoSnapshot, Overloaded
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
-from router.feed.snapshot_peers import PeerLimits, Peers, peer_key
-from router.feed.snapshot_transfer import MAX_AT_ONCE, Sender
+from router.feed.snapshot_peers import MAX_AT_ONCE, PeerLimits, Peers, Sender, peer_key
 from router.fleet.types import EventSource
 from router.index.base import Hit, SourceId
 from router.index.index import PrefixIndex
