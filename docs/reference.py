@@ -30,6 +30,7 @@ from router.config import board, discovery, models, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
+from router.serve.app import render_metrics
 from router.serve.service import RouterService
 
 DOCS = Path(__file__).parent
@@ -244,7 +245,7 @@ def _metric(family: Metric) -> str:
 async def _families() -> list[Metric]:
     service = RouterService(RouterConfig())
     async with service.lifespan(None):
-        await service.render_metrics()
+        await render_metrics(service)
         return list(service.metrics.families())
 
 

@@ -14,14 +14,16 @@ from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
 from router.feed.beginning import SnapshotRestorer
-from router.feed.feed import SourceOptions
-from router.fleet.registry import ReplicaListener
+from router.feed.feed import Feed, SourceOptions
+from router.fleet.entrance import Entrance
+from router.fleet.registry import ReplicaListener, ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
 from router.routing.model import Model
+from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner
-from router.telemetry.parts import RouterParts
+from router.routing.replica_tokenizers import TokenizerCheck
 from router.telemetry.request_observer import RequestObservers
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,11 @@ class ReplicaFollower(ReplicaListener):
     """Acts on a change of the replicas: their streams are followed, their tokenizers compared, and
     the state of removed ones forgotten."""
 
-    parts: RouterParts
+    registry: ReplicaRegistry
+    models: ModelSet
+    entrance: Entrance | None
+    tokenizer_check: TokenizerCheck
+    feed: Feed
     planner: RoutePlanner
     observers: RequestObservers
     beginning: SnapshotRestorer
@@ -73,9 +79,9 @@ class ReplicaFollower(ReplicaListener):
         """Make its models known, and feed its streams into the index of its model."""
         self.planner.note_streams(replica)
         for name in replica.served.models:
-            self.parts.models.discover(name)
+            self.models.discover(name)
         for adapter, parent in replica.served.adapters:
-            self.parts.models.discover(adapter, parent)
+            self.models.discover(adapter, parent)
         if before.models != replica.served.models:
             self._compare_tokenizers(replica)  # it may be healthy before its models are known
         if before.models and before.models != replica.served.models:
@@ -94,7 +100,7 @@ class ReplicaFollower(ReplicaListener):
     def on_removed(self, replica: Replica) -> None:
         self.planner.note_streams(replica)
         self.planner.visits.forget(replica.id)
-        self.parts.tokenizer_check.forget(replica.id)
+        self.tokenizer_check.forget(replica.id)
         self.on_gone(replica.id)
         self.observers.forget_replica(replica.id)
         self._forget_unserved_models()
@@ -102,9 +108,9 @@ class ReplicaFollower(ReplicaListener):
     # --- steps ------------------------------------------------------------------------------------
 
     def _forget_unserved_models(self) -> None:
-        for model in self.parts.models.forget_all_but(self.parts.registry.models()):
-            if self.parts.entrance is not None:
-                self.parts.entrance.room.forget(model)
+        for model in self.models.forget_all_but(self.registry.models()):
+            if self.entrance is not None:
+                self.entrance.room.forget(model)
             self.planner.visits.forget_model(model)
             self.observers.forget_model(model)
 
@@ -115,7 +121,7 @@ class ReplicaFollower(ReplicaListener):
         is followed again."""
         for gone in set(before) - set(now):
             self._feed_changes.put_nowait(
-                functools.partial(self.parts.feed.remove, SourceId(replica.id, gone.dp_rank))
+                functools.partial(self.feed.remove, SourceId(replica.id, gone.dp_rank))
             )
         model = self._model_of(replica)
         if model is None:
@@ -127,22 +133,20 @@ class ReplicaFollower(ReplicaListener):
         model = self._model_of(replica)
         if replica.state is not ReplicaState.HEALTHY or model is None:
             return
-        local = self.parts.models.tokenization_of(model).local
+        local = self.models.tokenization_of(model).local
         if local is not None:
-            self.parts.tokenizer_check.start(replica, model.name, local)
+            self.tokenizer_check.start(replica, model.name, local)
 
     def _model_of(self, replica: Replica) -> Model | None:
-        return (
-            self.parts.models.discover(replica.served.models[0]) if replica.served.models else None
-        )
+        return self.models.discover(replica.served.models[0]) if replica.served.models else None
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
         await self.beginning.fill(model.name, model.index)
-        if self.parts.models.get(model.name) is not model:
+        if self.models.get(model.name) is not model:
             return  # it was removed again before its turn came
         names = replica.id, replica.origin.host, replica.address
         options = SourceOptions(replica.origin.allows, names, _headers_for(source, replica))
-        self.parts.feed.add(replica.id, source, model.name, model.hints_of(replica.id), options)
+        self.feed.add(replica.id, source, model.name, model.hints_of(replica.id), options)
 
     async def _keep_feed(self) -> None:
         await self.beginning.find()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 from collections import Counter
@@ -19,7 +18,7 @@ from kvevents.stream_state import SourceState
 from kvevents.tasks import begin_lasting
 from router.config.certificates import PEERS, replica_certificate
 from router.config.schema import RouterConfig
-from router.doors.reservations import Reservations, ReservationStatistics
+from router.doors.reservations import Reservations
 from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
 from router.feed.snapshot_file import SnapshotKeeper, read_file
@@ -68,7 +67,6 @@ from router.serve.settings import (
 )
 from router.sharing.board import Board, BoardExchange
 from router.sharing.exchange import Sharing, valkey_board
-from router.telemetry.collector import collect, fields_as_metrics
 from router.telemetry.history import BlockCounts, History, Removals
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.parts import RouterParts
@@ -295,7 +293,16 @@ class RouterService(RouterParts):
             shortages=self.shortages,
             taps=self.feed.taps,
         )
-        self._follower = ReplicaFollower(self, planner, self.observers, self._beginning)
+        self._follower = ReplicaFollower(
+            self.registry,
+            self.models,
+            self.entrance,
+            self.tokenizer_check,
+            self.feed,
+            planner,
+            self.observers,
+            self._beginning,
+        )
         doors = self.config.doors
         self.reservations = Reservations(doors.max_reservations, doors.reservation_idle_s)
         self._follower.on_gone = self.reservations.replica_gone
@@ -425,11 +432,3 @@ class RouterService(RouterParts):
             yield
         finally:
             await self.stop()
-
-    async def render_metrics(self, has_exemplars: bool = False) -> bytes:
-        """Return all metrics in Prometheus' text format, or with exemplars in OpenMetrics'."""
-        reservations = [((), self.reservations.statistics())]
-        made = itertools.chain(
-            collect(self), fields_as_metrics(ReservationStatistics, (), reservations)
-        )
-        return await self.metrics.render(made, has_exemplars)

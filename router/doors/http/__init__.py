@@ -15,14 +15,14 @@ The files; each imports only what is listed above it:
     replica_views.py      replicas in full
     overview.py           the router at a glance
     view_examples.py      examples of them
-    parts.py              the parts that the endpoints read and change
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
+    models.py             the models that clients may ask for
     decision_views.py     the responses that show a decision
     live_page.py          the live page's files, and the headers that restrict a browser to them
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report
     dialects.py           the paths of other indexers
     error_handlers.py     errors as responses
-    api.py                the router's own endpoints, on FastAPI
+    api.py                the router's own endpoints, on FastAPI, and the parts they read and change
 """

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -17,12 +18,9 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.http.access import Key, tenant_salt, terms_of
+from router.doors.http.access import Guard, Key, tenant_salt, terms_of
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
-from router.doors.http.dialects import DialectEndpoints, add_dialects
-from router.doors.http.error_handlers import add_error_handlers
-from router.doors.http.live_page import add_page
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
     NOT_ROUTED,
@@ -34,9 +32,9 @@ from router.doors.http.openapi import (
     sends_text,
     takes,
 )
-from router.doors.http.overview import Overview
-from router.doors.http.parts import ApiParts
-from router.doors.http.replica_views import ReplicaDetails, ReplicaList, replica_details
+from router.doors.http.overview import Overview, overview
+from router.doors.http.proxied_paths import ProxiedPaths
+from router.doors.http.replica_views import Fleet, ReplicaDetails, ReplicaList, replica_details
 from router.doors.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -47,15 +45,8 @@ from router.doors.http.request_bodies import (
 )
 from router.doors.http.request_views import HistoryView, RequestsView, history_view, requests_view
 from router.doors.http.route_views import RouteView
-from router.doors.http.selection import add_selection
-from router.doors.http.views import (
-    ModelEntry,
-    ModelList,
-    RemovedReplica,
-    StatusView,
-    model_entry,
-    model_list,
-)
+from router.doors.http.views import RemovedReplica, StatusView
+from router.doors.reservations import Reservations
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -63,14 +54,15 @@ from router.errors import (
     ForeignHost,
     NotRecordable,
     ReplicaExists,
-    UnknownModel,
     UnknownPath,
     UnknownReplica,
 )
 from router.feed.taps import Tap
+from router.fleet.types import ReplicaView
 from router.index.base import SourceId
 from router.prompt.endpoints import Endpoint
 from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
+from router.telemetry.parts import RouterParts
 from router.telemetry.request_log import MAX_REQUESTS
 
 MAX_OPERATOR_BODY_BYTES = 1_048_576
@@ -78,11 +70,53 @@ _MAX_NUMBER = 2**53 - 1
 """The largest that every JSON reader holds exactly."""
 
 
-def create_api(
-    parts: ApiParts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
-) -> FastAPI:
-    """Make the application for all paths that are not proxied."""
-    app = FastAPI(
+@dataclass(frozen=True, slots=True)
+class ApiParts:
+    """The router, and the parts between it and its clients."""
+
+    router: RouterParts
+    guard: Guard
+    proxied_paths: ProxiedPaths
+    reservations: Reservations
+    render_metrics: Callable[[bool], Awaitable[bytes]]
+    """All metrics as text; with True in OpenMetrics' format, which has exemplars."""
+    has_exemplars: bool
+    """True if there are any."""
+
+    def fleet(self) -> Fleet:
+        """All replicas and their caches, now."""
+        return self._fleet_of(self.router.registry.snapshot())
+
+    def details(self, replica_id: str) -> ReplicaDetails:
+        """One replica, now."""
+        only = [view for view in self.router.registry.snapshot() if view.id == replica_id]
+        return replica_details(self._fleet_of(only))[0]
+
+    def overview(self) -> Overview:
+        """The router at a glance, now."""
+        router = self.router
+        policy, under_way = router.config.policy.name, router.admission.under_way
+        return overview(self.fleet(), router.request_log, policy, under_way)
+
+    def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
+        router = self.router
+        return Fleet(
+            replicas,
+            router.models.index_statistics(),
+            router.feed.statistics(),
+            router.tokenizer_check.disagreements,
+            trusts=router.repair.statistics(),
+            approximate=None if router.approximate is None else router.approximate.statistics(),
+            listeners=router.feed.listeners(),
+            tokenizers=router.models.tokenizers(),
+            shortages=router.shortages.present(),
+            hint_tokens=sum(model.steering.statistics().hit_tokens for model in router.models),
+        )
+
+
+def new_api(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """Make the application for all paths that are not proxied, still without a path."""
+    return FastAPI(
         title="kvroute",
         version=version("kvroute"),
         summary="Exact prefix-cache routing for LLM inference engines.",
@@ -94,28 +128,6 @@ def create_api(
         redoc_url=None,
         redirect_slashes=False,
     )
-    client, operator = Access("client", parts.guard), Access("operator", parts.guard)
-    router = parts.router
-    add_error_handlers(app, parts.proxied_paths, router.metrics, router.shortages)
-    _add_probes(app, parts, operator)
-    sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
-    _add_route(app, parts, sees_hits)
-    add_selection(app, parts.desk, router.config, sees_hits)
-    dialects = DialectEndpoints(
-        router.config.server, router.admission, router.registry, router.models
-    )
-    add_dialects(app, dialects, sees_hits, operator)
-    _add_models(app, parts, client)
-    _add_replicas(app, parts, operator)
-    _add_adding(app, parts, operator)
-    _add_draining(app, parts, operator)
-    _add_insight(app, parts, operator)
-    _add_history(app, parts, operator)
-    _add_recording(app, parts, operator)
-    _add_snapshot(app, parts)
-    add_page(app)
-    _add_description(app, client)
-    return app
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -125,7 +137,7 @@ def _operation_id(route: APIRoute) -> str:
 # --- probes ---------------------------------------------------------------------------------------
 
 
-def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+def add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     is_alive = sends(StatusView, "It is.")
     ready, not_ready = sends(StatusView, "Yes."), sends(StatusView, "No, with the reason.")
 
@@ -201,7 +213,7 @@ _EXPLAIN = {
 }
 
 
-def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
+def add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
     session_header = parts.router.config.policy.session_header.encode()
 
     @app.post(
@@ -237,53 +249,22 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         return Response(body, media_type=content_type)
 
 
-def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
-    @app.get(
-        "/v1/models",
-        **described(
-            "routing",
-            "Models and adapters that some healthy replica serves",
-            {200: sends(ModelList, "As in OpenAI's API.")},
-            access=client,
-        ),
-    )
-    async def models(request: Request) -> Response:
-        names = parts.router.models.names()
-        allowed = {name: names[name] for name in names if _may_use(request, name)}
-        healthy = parts.healthy()
-        return json_response(
-            model_list(allowed, lambda name: parts.router.models.serving(name, healthy))
-        )
-
-    @app.get(
-        "/v1/models/{name:path}",
-        **described(
-            "routing",
-            "One of them",
-            {200: sends(ModelEntry, "As in OpenAI's API.")},
-            access=client,
-            errors=(UnknownModel("gemma-4"),),
-        ),
-    )
-    async def model(request: Request, name: str) -> Response:
-        serving = parts.router.models.serving(name, parts.healthy())
-        names = parts.router.models.names()
-        if name not in names or not serving or not _may_use(request, name):
-            raise UnknownModel(name)
-        return json_response(model_entry(name, names[name], serving))
-
-
-def _may_use(request: Request, model: str) -> bool:
-    """Return whether the client's key is for a model or adapter."""
-    key: Key | None = request.state.key
-    return key is None or key.usage is None or key.usage.allows(model)
-
-
 # --- replicas -------------------------------------------------------------------------------------
 
 
 _ONE = {200: sends(ReplicaDetails, "The replica.")}
 _UNKNOWN = UnknownReplica("replica-9")
+
+
+def add_operation(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    """Add what operators see and change."""
+    _add_replicas(app, parts, operator)
+    _add_adding(app, parts, operator)
+    _add_draining(app, parts, operator)
+    _add_insight(app, parts, operator)
+    _add_history(app, parts, operator)
+    _add_recording(app, parts, operator)
+    _add_snapshot(app, parts)
 
 
 def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
@@ -382,7 +363,7 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def requests(request: Request) -> Response:
         after = _number(request, "after", 0, _MAX_NUMBER)
         limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
-        parts.desk.reservations.show_some()
+        parts.reservations.show_some()
         return json_response(requests_view(parts.router.request_log, after, limit))
 
     @app.get(
@@ -503,7 +484,7 @@ def _flag(request: Request, name: str) -> bool:
 # --- the description ------------------------------------------------------------------------------
 
 
-def _add_description(app: FastAPI, client: Access) -> None:
+def add_description(app: FastAPI, client: Access) -> None:
     """Serve the OpenAPI document, for which no key is needed."""
 
     @functools.cache

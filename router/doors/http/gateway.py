@@ -10,10 +10,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from router.config.schema import RouterConfig
 from router.doors.http.access import Guard, Key, of_key, tenant_salt, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
@@ -48,15 +49,17 @@ from router.fleet.line import Waiter
 from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxied_messages import error_body
-from router.plane.relays import PlaneRelay
+from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
+from router.routing.admission import Admission
 from router.routing.decision import Decision
+from router.routing.dispatcher import Dispatcher
 from router.routing.terms import NO_HEADERS, TenantSalt, Terms
-from router.telemetry.parts import RouterParts
-from router.telemetry.request_observer import RequestObserver
-from router.telemetry.spans import PlacedTrace, RequestTrace
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_observer import RequestObserver, RequestObservers
+from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
 from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
@@ -64,10 +67,23 @@ logger = logging.getLogger(__name__)
 MAX_RANK_DIGITS = 5
 
 
+class GatewayParts(Protocol):
+    """The parts of a router that requests go through; see `RouterParts`."""
+
+    config: RouterConfig
+    admission: Admission
+    dispatcher: Dispatcher
+    entrance: Entrance | None
+    metrics: RouterMetrics
+    observers: RequestObservers
+    proxy: PlaneProxy
+    tracer: Tracer | None
+
+
 class Gateway:
     """Serves the proxied paths: a `Handler`."""
 
-    def __init__(self, router: RouterParts, guard: Guard, paths: ProxiedPaths) -> None:
+    def __init__(self, router: GatewayParts, guard: Guard, paths: ProxiedPaths) -> None:
         config = router.config
         self.router, self.server, self.guard = router, config.server, guard
         self.forwarding = Forwarding(config.server, guard, router.dispatcher.owns_priority)

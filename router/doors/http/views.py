@@ -8,13 +8,9 @@ for people, their type is that of the response.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-
-from router.fleet.replica import Replica
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,52 +80,3 @@ class ModelList(View, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelEntry]
-
-
-def model_list(
-    names: Mapping[str, str | None], serving_of: Callable[[str], Sequence[Replica]]
-) -> dict[str, Any]:
-    """The models that clients may ask for: a `ModelList` whose entries keep all that engines
-    report.
-
-    Args:
-        names: Every known model and adapter, with the model that an adapter is for.
-        serving_of: The healthy replicas that can take requests for a name.
-    """
-    entries = [
-        model_entry(name, parent, serving)
-        for name, parent in sorted(names.items())
-        if (serving := serving_of(name))
-    ]
-    return {"object": "list", "data": entries}
-
-
-def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> dict[str, Any]:
-    """One model: a `ModelEntry`, and all else that the first replica reports.
-
-    Args:
-        serving: The healthy replicas that serve it.
-    """
-    entry = ModelEntry(id=name, created=int(time.time()), root=parent or name, parent=parent)
-    entries = [_entry_of(name, replica) for replica in serving]
-    lengths = [length for one in entries if type(length := one.get("max_model_len")) is int]
-    found = {**msgspec.to_builtins(entry), **(entries[0] if entries else {})}
-    found |= {"id": name, "parent": parent}
-    if lengths:
-        # A client must not send more than the replica that its request may go to takes.
-        found["max_model_len"] = min(lengths)
-    return found
-
-
-def _entry_of(name: str, replica: Replica) -> dict[str, Any]:
-    """Return a replica's entry for a model; where it has another name for it, only how much that
-    takes."""
-    found = replica.model_entries.get(name)
-    if found is not None:
-        return found
-    lengths = [
-        length
-        for other in replica.served.models
-        if type(length := replica.model_entries.get(other, {}).get("max_model_len")) is int
-    ]
-    return {"max_model_len": min(lengths)} if lengths else {}

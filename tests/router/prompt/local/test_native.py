@@ -32,6 +32,7 @@ from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import TextPrompt
 from router.prompt.tokenization import Tokenization
+from router.serve.app import render_metrics
 from router.serve.service import RouterService
 
 LISTED = ("llama3", "qwen", "llama2", "gemma", "phi3")
@@ -252,7 +253,7 @@ async def test_metrics_overview_and_log_say_what_tokenises_and_why(
         "other": "replica",
     }
     async with service.lifespan(None):
-        text = (await service.render_metrics()).decode()
+        text = (await render_metrics(service)).decode()
     found = {
         (sample.labels["model"], sample.labels["library"], sample.labels["reason"])
         for family in text_string_to_metric_families(text)
