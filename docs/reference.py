@@ -30,7 +30,7 @@ from router.config import board, discovery, models, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
-from router.serve.app import render_metrics
+from router.serve.server import render_metrics
 from router.serve.service import RouterService
 
 DOCS = Path(__file__).parent

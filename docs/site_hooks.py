@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
 from router.config.schema import RouterConfig
-from router.serve.app import RouterApp
+from router.serve.server import RouterApp
 from router.serve.service import RouterService
 
 _BESIDE = re.compile(r"\]\((\.\./[^)#]+)")

@@ -29,7 +29,7 @@ from router.feed.feed import Feed
 from router.fleet.types import EventSource
 from router.index.base import Hit, SourceId
 from router.index.index import PrefixIndex
-from router.serve.app import RouterApp
+from router.serve.server import RouterApp
 from router.serve.service import RouterService
 from tests.support.following import QUICK
 from tests.support.waiting import DEADLINE_S, eventually

@@ -10,7 +10,7 @@ The files; each imports only what is listed above it:
     service.py    makes, wires and closes all parts
     process.py    the start of the process: its event loop, its log, its sockets
     reload.py     takes over a changed configuration
-    app.py        the ASGI application, made of every door
+    control.py    uvicorn behind the data plane, and the certificates that the plane shows
     seams/        what joins the data plane to Python
-    server.py     the data plane, the application behind it, signals
+    server.py     the data plane, the application behind it made of every door, signals
 """

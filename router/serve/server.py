@@ -10,46 +10,63 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import logging
-import math
 import os
 import resource
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import uvicorn
-from async_timeout import timeout
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from kvevents.tasks import begin_lasting
 from kvevents.threads import begun_pool
 from router.config.certificates import (
-    LISTENER,
-    REPLICAS,
     Certificate,
     keep_fresh,
     listener_certificate,
 )
+from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH, Adopted
-from router.doors.http.proxied_paths import dialect_of
-from router.doors.http.selection import SELECT_PATH, take_report
-from router.errors import ConfigError, ConfigProblem
+from router.doors.desk import Desk, DeskParts
+from router.doors.http.access import Guard
+from router.doors.http.access_log import logged
+from router.doors.http.api import (
+    ApiParts,
+    add_description,
+    add_operation,
+    add_probes,
+    add_route,
+    new_api,
+)
+from router.doors.http.dialects import DialectEndpoints, add_dialects
+from router.doors.http.error_handlers import add_error_handlers
+from router.doors.http.gateway import Gateway
+from router.doors.http.live_page import add_page
+from router.doors.http.models import add_models
+from router.doors.http.openapi import Access
+from router.doors.http.proxied_paths import PREPARED, ProxiedPaths, dialect_of
+from router.doors.http.questions import RouteQuestions
+from router.doors.http.selection import SELECT_PATH, add_selection, take_report
+from router.doors.reservations import ReservationStatistics
+from router.errors import ConfigError
+from router.fleet.engine_order import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
-from router.plane.control import BehindPlane
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.relays import DIALECTS
-from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from router.policies.policies import LEAST_DELAY
 from router.prompt.endpoints import Endpoint
-from router.routing.admission import Elsewhere
-from router.serve.app import RouterApp
+from router.serve.control import ControlServer, PlaneCertificates
 from router.serve.process import (
     BACKLOG,
     allow_open_files,
@@ -61,14 +78,14 @@ from router.serve.process import (
 )
 from router.serve.reload import Reloader
 from router.serve.seams.fleet import native_decisions, opened_with, prepared_with
-from router.serve.seams.prepare import PREPARED, Preparation
+from router.serve.seams.prepare import Preparation
 from router.serve.seams.records import Settling
 from router.serve.service import RouterService
-
-if TYPE_CHECKING:
-    from router.serve.seams.fleet import NativeDecisions
+from router.telemetry.collector import collect, fields_as_metrics
 
 logger = logging.getLogger(__name__)
+
+_Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 _KEEP_ALIVE_S = 75
 _MAX_IDLE = 256
@@ -92,103 +109,123 @@ _EXIT_REFUSED = 2
 """As for every refused command line."""
 
 
-class _ControlServer(uvicorn.Server):
-    """uvicorn behind the data plane, which has the clients' connections. It listens until the last
-    request has ended, and leaves signals alone: it would raise them again when it has stopped.
+# --- the application ------------------------------------------------------------------------------
 
-    Args:
-        service: Whose requests are finished first.
-        natives: What decides in the core; None: nothing does.
+
+class RouterApp:
+    """The ASGI application of one router: all but what `direct` serves.
+
+    FastAPI and its middleware cost some 200 µs a request, and ASGI itself a task and its messages.
     """
 
-    signals = 0
-    """Signals to stop received so far."""
-    on_listening: Callable[[], Awaitable[None]] | None = None
-    """Awaited as soon as it listens."""
+    def __init__(self, service: RouterService) -> None:
+        self._logs_access = service.config.observability.access_log
+        paths = ProxiedPaths(service.config.server.extra_paths)
+        guard = _guard(service)
+        self.gateway = Gateway(service, guard, paths)
+        self.paths = paths
+        self.desk = _desk(service)
+        """Answers gateways that send requests themselves."""
+        traces = service.tracing is not None
+        render = functools.partial(render_metrics, service)
+        parts = ApiParts(service, guard, paths, service.reservations, render, traces)
+        self._api = _api(parts, self.desk, _with_picker(service.lifespan, self, service))
+        self.direct = RouteQuestions(self.gateway)
+        """Serves the requests that do not go through ASGI."""
 
-    def __init__(
-        self,
-        app: RouterApp,
-        service: RouterService,
-        plane: DataPlane,
-        natives: NativeDecisions | None,
-        preparation: Preparation,
-    ) -> None:
-        super().__init__(_uvicorn_config(app))
-        self._admission = service.admission
-        self._grace_s = service.config.server.timeouts.shutdown_grace_s
-        self._has_signal = asyncio.Event()
-        self._stop_by = math.inf
-        self.plane = plane
-        self._natives = natives
-        self._preparation = preparation
-        self._keeping: asyncio.Task[None] | None = None
-
-    def start_deciding(self) -> None:
-        """Let the core decide what it can, if it may."""
-        natives, preparation = self._natives, self._preparation
-        if natives is not None:
-            self._admission.count_also(
-                Elsewhere(
-                    lambda: natives.under_way() + preparation.under_way,
-                    self.plane.plane.held_bytes,
-                    natives.allow,
-                )
-            )
-            consequence = "the core decides by an old picture"
-            self._keeping = begin_lasting(natives.run(self.plane), "core's picture", consequence)
-
-    def stop_deciding(self) -> None:
-        """From now on all requests are asked here: they are refused."""
-        if self._natives is not None and self._keeping is not None:
-            self._keeping.cancel()
-            self._natives.stop(self.plane)
-
-    def stop(self) -> None:
-        """The first call lets requests finish, the second cuts them, the third exits at once."""
-        self.stop_deciding()
-        self.signals += 1
-        self._has_signal.set()
-        if self.signals == 1:
-            self._admission.shut_down()
-            self._stop_by = asyncio.get_running_loop().time() + self._grace_s
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._api(scope, receive, send)
+        elif self._logs_access:
+            await logged(self._respond, scope, receive, send)
         else:
-            self.should_exit = True
-            self.force_exit = self.signals > 2
-        logger.info("shutting down: %d requests under way", self._admission.under_way)
-        if self.signals == 2:
-            self.plane.cut_all()
+            await self._respond(scope, receive, send)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
+        await self._api(scope, receive, send)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, as uvicorn does."""
-        await super().startup(sockets)
-        if self.started and self.on_listening is not None:
-            await self.on_listening()
 
-    async def main_loop(self) -> None:
-        """Do what uvicorn does once a second, and ten times once it stops."""
-        while not await self.on_tick(0):
-            if self.signals:
-                await asyncio.sleep(0.1)
-                continue
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with timeout(1.0):
-                    await self._has_signal.wait()
+def _guard(service: RouterService) -> Guard:
+    return Guard(
+        service.config.server,
+        lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+        service.key_limits.usages,
+        service.peer_key,
+    )
 
-    async def on_tick(self, counter: int) -> bool:
-        """Return whether it is over."""
-        now = asyncio.get_running_loop().time()
-        if self.signals and now >= self._stop_by:
-            self.plane.cut_all()
-        if self.signals and (now >= self._stop_by or not self._admission.under_way):
-            # uvicorn ends its connections now. What else still runs is a scrape or the like.
-            self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
-            self.should_exit = True
-        return await super().on_tick(counter)
+
+def _desk(service: RouterService) -> Desk:
+    parts = DeskParts(
+        service.dispatcher,
+        service.observers,
+        service.admission,
+        service.entrance,
+        EngineOrder(service.config.overload),
+        service.reservations,
+    )
+    return Desk(parts)
+
+
+def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
+    """Make the application for all paths that are not proxied."""
+    app, router, guard = new_api(lifespan), parts.router, parts.guard
+    client, operator = Access("client", guard), Access("operator", guard)
+    add_error_handlers(app, parts.proxied_paths, router.metrics, router.shortages)
+    add_probes(app, parts, operator)
+    sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
+    add_route(app, parts, sees_hits)
+    add_selection(app, desk, router.config, sees_hits)
+    dialects = DialectEndpoints(
+        router.config.server, router.admission, router.registry, router.models
+    )
+    add_dialects(app, dialects, sees_hits, operator)
+    add_models(app, router.models, router.registry, client)
+    add_operation(app, parts, operator)
+    add_page(app)
+    add_description(app, client)
+    return app
+
+
+async def render_metrics(service: RouterService, has_exemplars: bool = False) -> bytes:
+    """Return all metrics in Prometheus' text format, or with exemplars in OpenMetrics'."""
+    reservations = [((), service.reservations.statistics())]
+    made = itertools.chain(
+        collect(service), fields_as_metrics(ReservationStatistics, (), reservations)
+    )
+    return await service.metrics.render(made, has_exemplars)
+
+
+def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService) -> _Lifespan:
+    """A lifespan in which gateways can ask by external processing, if they are to."""
+    config = service.config.doors.ext_proc
+    if config.listen is None:
+        return lifespan
+    picking = import_extra(
+        "router.doors.external_processing", "gateway", "doors.ext_proc.listen", config.listen
+    )
+    server = picking.make_picker(
+        service.config,
+        router.desk,
+        router.gateway.guard,
+        router.paths,
+        service.readiness.why_not_ready,
+    )
+
+    @contextlib.asynccontextmanager
+    async def with_picker(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app):
+            await server.start()
+            try:
+                yield
+            finally:
+                await server.stop()
+
+    return with_picker
+
+
+# --- the process ----------------------------------------------------------------------------------
 
 
 class ConfigSource(NamedTuple):
@@ -217,7 +254,7 @@ async def serve(
     certificate = listener_certificate(config.server.tls)
     service = RouterService(config, new_index=new_index)
     app = RouterApp(service)
-    certificates = _PlaneCertificates(certificate, service.replica_certificate)
+    certificates = PlaneCertificates(certificate, service.replica_certificate)
     loop = asyncio.get_running_loop()
     await _begin_threads(loop)
     with contextlib.ExitStack() as stack:
@@ -255,11 +292,13 @@ def _control_server(
     app: RouterApp,
     path: str,
     listener: socket.socket,
-    certificates: _PlaneCertificates,
-) -> _ControlServer:
+    certificates: PlaneCertificates,
+) -> ControlServer:
     """The application behind the data plane, which takes clients once that listens at *path*."""
     config, guard = service.config, app.gateway.guard
-    natives = native_decisions(service, service.proxy.addresses, guard.clients_see_hits)
+    natives = native_decisions(
+        service, service.ranker, service.reservations.core, guard.clients_see_hits
+    )
     check_key = functools.partial(guard.check, "client", {})
     preparation = Preparation(
         service.dispatcher,
@@ -270,7 +309,14 @@ def _control_server(
         app.gateway.engine_order,
     )
     plane = _plane(service, app, preparation, path)
-    server = _ControlServer(app, service, plane, natives, preparation)
+    server = ControlServer(
+        app,
+        service.admission,
+        config.server.timeouts.shutdown_grace_s,
+        plane,
+        natives,
+        lambda: preparation.under_way,
+    )
 
     async def listens() -> None:
         listeners = [os.dup(listener.fileno()) for _ in range(config.server.threads)]
@@ -287,55 +333,6 @@ def _control_server(
     service.on_give_up(plane.give_up)
     service.count_connections = plane.counts
     return server
-
-
-class _PlaneCertificates:
-    """Holds what the compiled data plane shows and trusts, from the files of certificates.
-
-    Args:
-        listener: Towards clients; None: plain HTTP.
-        replicas: Towards replicas; None: the system's authorities are trusted.
-    Raises:
-        ConfigError: A file cannot be used, or there is no library for TLS, which is asked for.
-    """
-
-    def __init__(self, listener: Certificate | None, replicas: Certificate | None) -> None:
-        self._listener, self._replicas = listener, replicas
-        self.known = list(filter(None, [listener, replicas]))
-        """Those whose files are watched."""
-        self.secured = Secured()
-        try:
-            load_openssl()
-        except NoTls as error:
-            for each in self.known:
-                raise ConfigError([ConfigProblem(each.place, str(error))]) from None
-            logger.info("replicas with https cannot be reached: %s", error)
-        else:
-            self._make()
-
-    def renew(self, plane: DataPlane) -> None:
-        """Use what the files hold now for new connections.
-
-        Raises:
-            ConfigError: A file cannot be used; the old ones stay.
-        """
-        self._make()
-        plane.plane.secure(*self.secured)
-
-    def _make(self) -> None:
-        listener = _pem_files(self._listener) if self._listener else None
-        try:
-            self.secured = Secured.made(listener, _pem_files(self._replicas))
-        except NoTls as error:
-            raise ConfigError(
-                [ConfigProblem(LISTENER if listener else REPLICAS, str(error))]
-            ) from None
-
-
-def _pem_files(certificate: Certificate | None) -> PemFiles:
-    if certificate is None:
-        return PemFiles()
-    return PemFiles(certificate.certificate, certificate.key, certificate.authorities)
 
 
 def _announce(listener: socket.socket, config: RouterConfig) -> None:
@@ -394,20 +391,6 @@ def _plane(
             on_long_prompt=service.publish_soon,
         ),
         preparation,
-    )
-
-
-def _uvicorn_config(app: RouterApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        BehindPlane(app),
-        interface="asgi3",
-        ws="none",
-        proxy_headers=False,
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from router.config.schema import RouterConfig
-from router.serve.app import RouterApp
+from router.serve.server import RouterApp
 from router.serve.service import RouterService
 from tests.deploy.files import ROOT, succeeds, tool
 

@@ -62,6 +62,8 @@ LOAD_PATHS = (
 """A trailing asterisk matches one character or more."""
 ANY_PATHS = ("/version",)
 _TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens", *RENDER_PATHS))
+PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
+"""The paths of which the core may decide a request, by its numbers."""
 EXTRA_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 _RESPONSE = re.compile(

@@ -32,7 +32,6 @@ from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.plane.addresses import Addresses
 from router.plane.attempts import RANK_HEADER
 from router.plane.data_plane import DataPlane
 from router.prompt.body.priority import PRIORITY_HEADER
@@ -42,11 +41,12 @@ from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.model import Model
 from router.routing.planner import Ranker
+from router.telemetry.parts import RouterParts
 from router.telemetry.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
     from router._core import Placing
-    from router.serve.service import RouterService
+    from router._core import Reservations as CoreReservations
 
 logger = logging.getLogger(__name__)
 
@@ -133,25 +133,25 @@ class NativeDecisions(ReplicaListener):
     """Keeps the core's picture of the fleet true. Belongs to one event loop."""
 
     def __init__(
-        self, service: RouterService, ranker: Ranker, addresses: Addresses, shows_hits: bool
+        self, parts: RouterParts, ranker: Ranker, reserved: CoreReservations, shows_hits: bool
     ) -> None:
         """
         Args:
             shows_hits: True if clients see how much of a prompt is cached.
         """
         self._shows_hits = shows_hits
-        self._service = service
-        self._models = service.models
+        self._parts = parts
+        self._models = parts.models
         self._ranker = ranker
-        self._addresses = addresses
+        self._addresses = parts.proxy.addresses
         core = import_module("router._core")
         self._placing: Placing = core.Placing(
             ranker.decider,
-            service.config.events.self_repair_quiet_s,
-            EngineOrder(service.config.overload).facts,
-            service.reservations.core,
+            parts.config.events.self_repair_quiet_s,
+            EngineOrder(parts.config.overload).facts,
+            reserved,
         )
-        service.observers.repair.quiet.count_also(self._placing)
+        parts.observers.repair.quiet.count_also(self._placing)
         self._published: Any = None
         self._is_on = self._has_failed = False
         self._has_changed = asyncio.Event()
@@ -163,9 +163,9 @@ class NativeDecisions(ReplicaListener):
         self._seen_at = -math.inf
         self._looking_s = 0.0
         """How long the last look took."""
-        service.registry.subscribe(self)
-        service.feed.on_change = service.feed.taps.on_change = self._has_changed.set
-        self._room = None if service.entrance is None else service.entrance.room
+        parts.registry.subscribe(self)
+        parts.feed.on_change = parts.feed.taps.on_change = self._has_changed.set
+        self._room = None if parts.entrance is None else parts.entrance.room
         if self._room is not None:
             self._room.on_turned = self._has_changed.set
 
@@ -203,7 +203,7 @@ class NativeDecisions(ReplicaListener):
 
     @property
     def _is_quiet(self) -> bool:
-        return self._is_on and not self._service.admission.under_way
+        return self._is_on and not self._parts.admission.under_way
 
     def _pause_s(self) -> float:
         return _QUIET_S if self._is_quiet else REFRESH_S
@@ -251,7 +251,7 @@ class NativeDecisions(ReplicaListener):
             self._has_failed = False
 
     def _refresh(self, plane: DataPlane) -> None:
-        admission, observers = self._service.admission, self._service.observers
+        admission, observers = self._parts.admission, self._parts.observers
         may = not (admission.is_full or observers.taps or admission.is_shutting_down)
         # While a request waits, new ones wait as well, even if there is room.
         may = may and (self._room is None or self._room.is_empty)
@@ -267,7 +267,7 @@ class NativeDecisions(ReplicaListener):
         """Return whether something may have changed that the core should know."""
         now = asyncio.get_running_loop().time()
         caches = [(model.name, model.index.slots, model.index.searches) for model in self._models]
-        seen = caches, set(self._service.feed.suspects)
+        seen = caches, set(self._parts.feed.suspects)
         longest_s = _QUIET_LOOK_AGAIN_S if self._is_quiet else _LOOK_AGAIN_S
         longest_s = max(longest_s, self._looking_s / _LOOKING_SHARE)
         if seen == self._seen and now - self._seen_at < longest_s:
@@ -312,8 +312,8 @@ class NativeDecisions(ReplicaListener):
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._ranker
-        replicas = self._service.dispatcher.serving(model, adapter)
-        if not replicas or index.searches or self._service.dispatcher.may_split(model, adapter):
+        replicas = self._parts.dispatcher.serving(model, adapter)
+        if not replicas or index.searches or self._parts.dispatcher.may_split(model, adapter):
             return None
         forms = {model.hint_form(replica) for replica in replicas}
         for replica in replicas:
@@ -340,14 +340,14 @@ class NativeDecisions(ReplicaListener):
             named,
             longest,
             adapter,
-            self._service.config.server.timeouts.first_byte_s,
+            self._parts.config.server.timeouts.first_byte_s,
             is_read_first=form is not None,
         )
         return served, fleet, form
 
     def _way(self, replica: Replica) -> Way | None:
         """The way to a replica; None where it is unknown yet, or may not be used."""
-        origin, times = replica.origin, self._service.config.server.timeouts
+        origin, times = replica.origin, self._parts.config.server.timeouts
         hosts = origin.allowed(self._addresses.latest(origin.host))
         if not hosts:
             return None
@@ -391,13 +391,12 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 
 
 def native_decisions(
-    service: RouterService, addresses: Addresses, shows_hits: bool
+    parts: RouterParts, ranker: Ranker, reserved: CoreReservations, shows_hits: bool
 ) -> NativeDecisions | None:
     """Return the core's decisions; None where the configuration asks for more than it knows."""
-    ranker = service.ranker
     if ranker.asks_a_plug_in:
         return None
-    return NativeDecisions(service, ranker, addresses, shows_hits)
+    return NativeDecisions(parts, ranker, reserved, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from router.config.origin import Header
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.gateway import Begun
+from router.doors.http.proxied_paths import PREPARED
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
 from router.fleet.limits import KeyUsage
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from router._core import Plane
 
 logger = logging.getLogger(__name__)
-
-PREPARED = (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.MESSAGES)
-"""The paths of such requests, by the core's numbers."""
 
 
 MAX_HINTED = 16_384

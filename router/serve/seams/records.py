@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from router.doors.http.access import of_key
 from router.doors.http.access_log import AccessLine
+from router.doors.http.gateway import Begun
+from router.doors.http.proxied_paths import PREPARED
 from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
 from router.plane.attempts import Attempt
 from router.plane.exchanges import FailedFirst
-from router.serve.seams.prepare import PREPARED, Preparation
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.settled import Settled
@@ -24,13 +25,24 @@ if TYPE_CHECKING:
     from router._core import Booking
 
 
+class Prepared(Protocol):
+    """Knows what was made for such requests; see `Preparation`."""
+
+    def begun(self, number: int) -> Begun | None:
+        """Return the state of a request that goes on."""
+        raise NotImplementedError
+
+    def settled(self, number: int, settled: Settled) -> None:
+        """A request that was placed has ended."""
+
+
 @dataclass(eq=False, repr=False)
 class Settling:
     """Receives what the core reports of such requests. Belongs to one event loop."""
 
     observers: RequestObservers
     """Count and log them."""
-    preparation: Preparation
+    preparation: Prepared
     """Has the state made for them."""
     policy: str
     """The name of the policy that chose."""

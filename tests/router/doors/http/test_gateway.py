@@ -16,7 +16,7 @@ from router.errors import Unauthorized
 from router.plane.data_plane import DataPlane
 from router.plane.secured import Secured
 from router.routing.dispatcher import INLINE_BODY_BYTES
-from router.serve.app import RouterApp
+from router.serve.server import RouterApp
 from router.serve.service import RouterService
 from tests.router.proxy_server import NOBODY_LISTENS, NothingPrepared, plane_options
 from tests.support.http_client import connect, request_bytes

@@ -29,7 +29,7 @@ from router.doors.http.request_bodies import (
 from router.prompt.body.decoding import FIELD_NAMES
 from router.prompt.body.requests import parse_request
 from router.prompt.endpoints import PROMPT_ENDPOINTS, Endpoint
-from router.serve.app import RouterApp
+from router.serve.server import RouterApp
 from router.serve.service import RouterService
 
 REPLICA = {

@@ -32,7 +32,7 @@ from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import TextPrompt
 from router.prompt.tokenization import Tokenization
-from router.serve.app import render_metrics
+from router.serve.server import render_metrics
 from router.serve.service import RouterService
 
 LISTED = ("llama3", "qwen", "llama2", "gemma", "phi3")
