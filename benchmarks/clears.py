@@ -14,8 +14,9 @@ import time
 from benchmarks.figures import BLOCK_SIZE, processor_seconds, prompt_tokens, report
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 
 _BATCH_BLOCKS = 4096
 

@@ -30,8 +30,9 @@ from kvevents.events import (
     EventBatch,
     TierBlocksCleared,
 )
-from router.index.base import LayoutHints, SourceId, SourceLimits
+from router.index.base import SourceId, SourceLimits
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 
 _RUN = 32
 """Blocks of a run."""

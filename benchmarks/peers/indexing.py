@@ -40,8 +40,9 @@ from benchmarks.peers.publishing import (
     run_tokens,
     stored,
 )
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 
 _Made = TypeVar("_Made")
 

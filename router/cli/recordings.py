@@ -33,8 +33,9 @@ from kvevents.errors import LayoutError, MalformedBatch
 from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from router.index.sources import DumpError
 
 MAX_LINE_BYTES = 256 * 2**20

@@ -26,7 +26,7 @@ from router.config.values import (
     placed,
     repeated,
 )
-from router.index.base import LayoutHints, StoreHint, TierHint
+from router.index.layout_learner import LayoutHints, StoreHint, TierHint
 
 TOKENIZER_AT_REPLICA = "replica"
 

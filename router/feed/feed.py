@@ -35,8 +35,9 @@ from router.feed.source_feed import SavedSource, SourceFeed, SourceFeedStatistic
 from router.feed.taps import Tap, Taps
 from router.fleet.client import UpstreamClient
 from router.fleet.types import EventSource
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ The files; each imports only what is listed above it:
     compiled.py        whether the compiled core is there, and the right one
     base.py            the values that go into an index and come out of it
     hash_finder.py     which hash function an engine uses
-    layout_learner.py  the cache layout, learned from events
+    layout_learner.py  the cache layout: configured, and learned from events
     prompt.py          a prompt under every key and hash that some source may know it by
-    core_values.py     layouts, tiers and hits as the core takes and gives them
+    core_values.py     layouts, events and secrets as the core takes them
     sources.py         the state of one source outside the core; that of an index as records
     index.py           all sources of one model
     dump.py            an index as bytes and back

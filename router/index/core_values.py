@@ -1,16 +1,14 @@
-"""Layouts, tiers, events and hits in the core's form."""
+"""Layouts, events and secrets in the core's form."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvevents.events import CacheLayout, Event
 from kvevents.layout import GroupKind, KVCacheLayout
-from router.index.base import GroupHit, TierHint
 
 _KINDS = {
     GroupKind.FULL: 0,
@@ -23,23 +21,9 @@ _KINDS = {
 DIGEST_BYTES = 32
 
 
-def group_hits(layout: KVCacheLayout, accepted: Sequence[int]) -> tuple[GroupHit, ...]:
-    """The tokens that each group accepts, as hits; groups that are not cached have none."""
-    return tuple(
-        GroupHit(index, group.kind.value, tokens)
-        for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
-        if group.kind is not GroupKind.NOT_CACHED
-    )
-
-
 def key_drawn_from(secret: bytes) -> bytes:
     """Return 16 bytes that stand for a secret in the keys of prefixes."""
     return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
-
-
-def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, int]]:
-    """The tiers' names with the blocks and the tokens of a unit, 0 where that is not configured."""
-    return [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in tiers]
 
 
 def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from kvevents.events import BlockHash, BlockStored, CacheLayout
 from kvevents.hashing import ExtraKeys, HashChain, hash_algorithms, to_wire_int
 from kvevents.sealing import held_key
-from router.index.base import LayoutHints
 
 
 class HashFinder:
@@ -27,12 +26,16 @@ class HashFinder:
     BLOCKS_PER_TRY = 256
     PROMPT_TOKENS_PER_TRY = 16_384
 
-    def __init__(self, hints: LayoutHints) -> None:
+    def __init__(self, seeds: Sequence[str]) -> None:
+        """
+        Args:
+            seeds: Values of `PYTHONHASHSEED` the engines may run with.
+        """
         self.chain: HashChain | None = None
         """The engine's function, once it is known."""
         self._withheld: HashChain | None = None
         """The engine's function, where the key of its hashes is missing here."""
-        self._seeds = hints.hash_seeds
+        self._seeds = seeds
         self._effort = 0
 
     @property

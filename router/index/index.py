@@ -28,14 +28,14 @@ from router.index.base import (
     GroupHit,
     HashesFound,
     Hit,
-    LayoutHints,
     SourceId,
     SourceLimits,
     SourceStatistics,
+    group_hits,
 )
-from router.index.core_values import canonical, group_hits, key_drawn_from, tier_units
+from router.index.core_values import canonical, key_drawn_from
 from router.index.hash_finder import HashFinder, HashForm
-from router.index.layout_learner import LayoutLearner
+from router.index.layout_learner import LayoutHints, LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
 from router.index.sources import (
     HeldHashes,
@@ -49,6 +49,7 @@ from router.index.sources import (
     source_record,
     statistics_of,
     store_record,
+    tier_units,
 )
 
 Mapping.register(HitMap)
@@ -123,7 +124,9 @@ class PrefixIndex:
         is_there = self._take_out(source)
         hints = hints or LayoutHints()
         slot = self.core.add(self.number_of(source), tier_units(hints.tiers))
-        known = KnownSource(slot, LayoutLearner(hints), HashFinder(hints), self._shared_by(hints))
+        known = KnownSource(
+            slot, LayoutLearner(hints), HashFinder(hints.hash_seeds), self._shared_by(hints)
+        )
         if hints.stores:
             stores = [
                 (self._stores[each.name].slot, list(each.tiers), each.ownership)

@@ -12,10 +12,73 @@ from dataclasses import dataclass, field
 
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, BlockStored, CacheLayout
+from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
-from router.index.base import LayoutHints
 
 _UNKNOWN_SIZE = "unknown, taken as full attention"
+
+
+# --- the configuration ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierHint:
+    """Holds the configuration of a lower tier: how much it keeps together.
+
+    Without it that is learned. A tier with larger blocks than the GPU's names their size: the
+    largest is its unit, a smaller one the end of a prompt that does not fill it (LMCache's
+    `save_unfull_chunk`).
+    """
+
+    unit_blocks: int | None = None
+    """Blocks of a group in a unit."""
+    unit_size: int | None = None
+    """Tokens in a unit, in every group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHint:
+    """A store that a source shares with others of its model: what one wrote, all can load."""
+
+    name: str
+    """Sources that name the same store share it."""
+    tiers: tuple[str, ...] = ()
+    """In upper case: blocks in these tiers are in the store, unless they are announced as local.
+    None named: blocks of any lower tier that are announced as remote."""
+    ownership: str | None = None
+    """Only blocks announced with this ownership."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutHints:
+    """Holds the configuration of a model's cache."""
+
+    groups: tuple[KVCacheGroup, ...] = ()
+    """The groups by index; used where events do not name them."""
+    hash_block_size: int | None = None
+    """Tokens between two engine hashes; None: the greatest common divisor of the block sizes."""
+    scheduler_block_size: int | None = None
+    """Granularity of hits, in tokens; None: the least common multiple of the block sizes."""
+    eagle: bool | tuple[int, ...] = False
+    """The groups, by index, in which the engine drops the last matched block (EAGLE or MTP
+    drafting), True for all; no engine sends this."""
+    eagle_sees_last_token: bool = True
+    """See `KVCacheLayout`; False for vLLM before 0.32."""
+    prefix_replay_tokens: int = 0
+    """See `KVCacheLayout`; no engine sends this."""
+    authoritative: bool = False
+    """The groups are facts that events cannot change; only a publisher's own `CacheLayout` can."""
+    assume_unseen: bool = True
+    """Groups that no event has named yet exist all the same."""
+    hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
+    """Values of `PYTHONHASHSEED` the engines may run with."""
+    tiers: tuple[tuple[str, TierHint], ...] = ()
+    """Hints by the tier's name on the wire, in upper case."""
+    stores: tuple[StoreHint, ...] = ()
+    """The stores that the source shares; an event belongs to the first that it fits."""
+
+
+# --- what events say ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

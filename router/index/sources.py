@@ -3,6 +3,7 @@ of an index as records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,10 +15,10 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from router._core import Core, StateError
 from router.errors import RouterError
-from router.index.base import LayoutHints, SourceId, SourceStatistics, TierHint, WaitingStatistics
+from router.index.base import SourceId, SourceStatistics, WaitingStatistics
 from router.index.core_values import DIGEST_BYTES, layout_fields
 from router.index.hash_finder import HashFinder, HashForm, engine_hashes
-from router.index.layout_learner import LayoutLearner, SeenGroup
+from router.index.layout_learner import LayoutHints, LayoutLearner, SeenGroup, TierHint
 
 
 @dataclass(slots=True)
@@ -223,6 +224,11 @@ class SourceRecord(msgspec.Struct):
     chain: HashChain | None
     state: bytes
     """The core's state."""
+
+
+def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, int]]:
+    """The tiers' names with the blocks and the tokens of a unit, 0 where that is not configured."""
+    return [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in tiers]
 
 
 def store_record(core: Core, store: SharedStore) -> StoreRecord:

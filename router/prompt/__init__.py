@@ -18,7 +18,8 @@ The files; each imports only what is listed above it:
     processes.py      work on large bodies in processes of their own
     limits.py         bounds on one request
     endpoints.py      the request forms: paths, and what engines do there
-    prompts.py        the prompts of a request; their ids, and which of them an engine keeps
+    token_ids.py      token ids, and which of them an engine keeps
+    prompts.py        the prompts of a request
     body/             request bodies -> what to tokenise
     model_files.py    a model's directory
     chat/             chat messages -> text

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, TypeAlias
 
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.
 BILLING_HEADER = "x-anthropic-billing-header"
+ContentForm: TypeAlias = Literal["string", "openai"]
+"""The form in which a chat template reads a message's content: text, or parts."""
 
 
 class Endpoint(str, Enum):

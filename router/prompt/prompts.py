@@ -1,43 +1,16 @@
-"""Defines the prompts of a request and their token ids: plain values."""
+"""Defines the prompts of a request: plain values."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from router.prompt.endpoints import FORMS, Endpoint
-
-# An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
-# token in memory, and a buffer that can be hashed without a loop over the tokens.
-TokenIds: TypeAlias = "array[int]"
-PackTokenIds: TypeAlias = Callable[["bytes | memoryview"], "array[int] | None"]
-"""Makes them of a JSON array; None where that holds anything but integers in [0, 2**32)."""
-
-
-MODEL_LENGTH = -1
-"""In `Truncation.max_tokens`: as many as the model takes; in vLLM one less where it generates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """`truncate_prompt_tokens`: the engine keeps only *max_tokens* of the prompt."""
-
-    max_tokens: int
-    """Tokens to keep, special tokens included; or `MODEL_LENGTH`."""
-    side: Literal["left", "right"]
-    """Side that is cut away, `left` keeps the end of the prompt."""
-    counts_special_tokens: bool
-    """The client named the side: the finished ids are cut as they are. Otherwise the text is cut
-    first, and the special tokens around it survive."""
-
-    def cuts(self, count: int) -> bool:
-        """Return whether a prompt of so many tokens is cut."""
-        return 0 <= self.max_tokens < count
+from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
@@ -230,54 +203,3 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         # Ids, salts and keys of media stay out of logs.
         return f"TokenizedPrompt({len(self.token_ids)} ids, {self.coverage.value}, {self.reason})"
-
-
-# --- `truncate_prompt_tokens`: which ids of a prompt the engine keeps -----------------------------
-
-_MOST_SPECIAL_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Ids placed before and after every prompt that gets special tokens."""
-
-    before: TokenIds
-    after: TokenIds
-
-    def around(self, ids: TokenIds) -> TokenIds:
-        """Return *ids* with the ends added."""
-        return self.before + ids + self.after if self.before or self.after else ids
-
-
-def ends_of(whole: TokenIds, bare: TokenIds) -> Ends | None:
-    """The special tokens around a prompt; None where that is unknown.
-
-    Args:
-        bare: The same without special tokens.
-    """
-    added, size = len(whole) - len(bare), len(bare)
-    if not 0 <= added <= _MOST_SPECIAL_TOKENS:
-        return None
-    places = [at for at in range(added + 1) if whole[at : at + size] == bare]
-    return Ends(whole[: places[0]], whole[places[0] + size :]) if len(places) == 1 else None
-
-
-def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) -> TokenIds:
-    """Cut *ids* as the engine cuts them.
-
-    Args:
-        ids: Finished ids, special tokens included.
-        ends: The special tokens around *ids*; None if they are not known.
-    """
-    if truncation is None or not truncation.cuts(len(ids)):
-        return ids
-    if truncation.counts_special_tokens or ends is None:
-        return _keep(ids, truncation.max_tokens, truncation.side)
-    # The tokenizer itself truncates: the text gives way, the special tokens around it stay.
-    body = ids[len(ends.before) : len(ids) - len(ends.after)]
-    room = max(truncation.max_tokens - len(ends.before) - len(ends.after), 0)
-    return ends.around(_keep(body, room, truncation.side))
-
-
-def _keep(ids: TokenIds, count: int, side: str) -> TokenIds:
-    return ids[len(ids) - count :] if side == "left" else ids[:count]

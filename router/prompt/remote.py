@@ -26,7 +26,8 @@ from router.prompt.errors import (
 from router.prompt.limits import PromptLimits
 from router.prompt.local.cache import SegmentCache, SegmentCacheStatistics
 from router.prompt.processes import LargeWork
-from router.prompt.prompts import ChatPrompt, TextPrompt, TokenIds, ends_of, truncate
+from router.prompt.prompts import ChatPrompt, TextPrompt
+from router.prompt.token_ids import TokenIds, ends_of, truncate
 
 # (path, body) -> (status, body). Raises OSError or TimeoutError if no replica responds; bounds time
 # and size.

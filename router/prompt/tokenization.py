@@ -30,12 +30,11 @@ from router.prompt.prompts import (
     Prompt,
     PromptSpec,
     TextPrompt,
-    TokenIds,
     TokenizedPrompt,
     TokenPrompt,
-    truncate,
 )
 from router.prompt.remote import RemoteStatistics, RemoteTokenizer
+from router.prompt.token_ids import TokenIds, truncate
 
 _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError

@@ -7,8 +7,8 @@ from typing import Literal
 
 from router.config.models import StoreConfig
 from router.fleet.replica import Replica
-from router.index.base import LayoutHints
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from router.prompt.body.retention import HintForm
 from router.routing.steering import Steering
 

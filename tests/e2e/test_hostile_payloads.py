@@ -22,8 +22,9 @@ from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
 from router.cli.recordings import Query, RecordingReader
-from router.index.base import LayoutHints, SourceId, SourceLimits, SourceStatistics
+from router.index.base import SourceId, SourceLimits, SourceStatistics
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from tests.interop.offloading_engine import OffloadingEngine
 from tests.interop.record_offloading import Workload, variants
 

@@ -28,7 +28,8 @@ from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from router.cli.recordings import Query, RecordingReader
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
+from router.index.layout_learner import LayoutHints
 from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 

@@ -36,8 +36,9 @@ from kvevents.events import (
 )
 from kvevents.layout import GroupKind
 from router.config.schema import RouterConfig
-from router.index.base import ApplyResult, LayoutHints, SourceId
+from router.index.base import ApplyResult, SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from router.index.sources import DumpError
 from router.serve.server import run
 

@@ -14,7 +14,8 @@ from router.prompt.body.tools import anthropic_tools
 from router.prompt.endpoints import BILLING_HEADER
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
-from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt, Truncation
+from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt
+from router.prompt.token_ids import Truncation
 
 
 def parse_messages(

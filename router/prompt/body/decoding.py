@@ -18,7 +18,7 @@ from router.prompt.body.pulling import TRANSFER_FIELD
 from router.prompt.body.rewriting import ARGUMENTS_FIELD, SAMPLING_FIELD
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.prompts import PackTokenIds
+from router.prompt.token_ids import PackTokenIds
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 

@@ -17,7 +17,8 @@ from router.prompt.body.json_fields import (
 from router.prompt.body.tools import chat_tools, responses_tools
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
-from router.prompt.prompts import ChatPrompt, OpaquePrompt, Truncation
+from router.prompt.prompts import ChatPrompt, OpaquePrompt
+from router.prompt.token_ids import Truncation
 
 # vLLM takes these values in template arguments as "not given".
 _UNSET = (None, "auto")

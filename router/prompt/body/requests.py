@@ -42,17 +42,8 @@ from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
-from router.prompt.prompts import (
-    MODEL_LENGTH,
-    OpaquePrompt,
-    PackTokenIds,
-    Prompt,
-    PromptSpec,
-    TextPrompt,
-    TokenIds,
-    TokenPrompt,
-    Truncation,
-)
+from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
+from router.prompt.token_ids import MODEL_LENGTH, PackTokenIds, TokenIds, Truncation
 
 _Ids = TypeVar("_Ids", list[Any], TokenIds)
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from router.prompt.endpoints import BILLING_HEADER
+from router.prompt.endpoints import BILLING_HEADER, ContentForm
 
-ContentForm: TypeAlias = Literal["string", "openai"]
 _Message: TypeAlias = dict[str, Any]
 _Part: TypeAlias = "str | dict[str, Any]"
 

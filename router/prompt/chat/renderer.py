@@ -8,13 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from router.prompt.chat.conversation import (
-    ContentForm,
     has_media,
     merge_system_messages,
     normalise,
     without_developer_role,
 )
 from router.prompt.chat.template import ChatTemplate
+from router.prompt.endpoints import ContentForm
 from router.prompt.errors import UntokenizableError
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import ChatPrompt

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from router.prompt.chat.bounded_jinja import BoundedSandbox, TooMuchWork, checked_date_pattern
-from router.prompt.chat.conversation import ContentForm
+from router.prompt.endpoints import ContentForm
 from router.prompt.errors import ModelFilesError, UntokenizableError
 
 # What template code may raise on a client's data. All of it means that this conversation cannot be

@@ -2,7 +2,7 @@
 
 The files; each imports only what is listed above it:
 
-    backend.py           a tokenizer set up as the engine's; its special tokens
+    backend.py           has the tokenizers library tokenise; the special tokens around a prompt
     segmenter.py         cuts texts in front of anchors
     segments.py          whether and where a text may be cut, every rule with its reason
     message_ends.py      where the messages of a chat end, in tokens

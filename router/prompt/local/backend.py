@@ -1,56 +1,14 @@
-"""`ModelFiles` -> a ready `tokenizers.Tokenizer`, set up as transformers sets it up for the
-engine.
-
-`add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored on purpose:
-transformers 5 ignores them if there is a `tokenizer.json`, and uses the post-processor in it.
-"""
+"""Has the tokenizers library tokenise texts, and finds the special tokens around a prompt."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from router.prompt.errors import ModelFilesError, UntokenizableError
-from router.prompt.model_files import ModelFiles
-from router.prompt.prompts import Ends, TokenIds
-
-
-def build_backend(files: ModelFiles) -> Tokenizer:
-    """Load the tokenizer, with the other files' options.
-
-    Raises:
-        ModelFilesError: The tokenizers library cannot read `tokenizer.json`.
-    """
-    try:
-        backend = Tokenizer.from_buffer(files.tokenizer_json)
-    except ValueError as error:
-        rule = "must be a tokenizer that the installed tokenizers library reads"
-        raise ModelFilesError(f"{files.path}/tokenizer.json", str(error), rule) from error
-    # Truncation and padding stored in the file are defaults of the training run; the engine sets
-    # its own.
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = files.splits_special_tokens
-    _add_missing_tokens(backend, files)
-    return backend
-
-
-def _add_missing_tokens(backend: Tokenizer, files: ModelFiles) -> None:
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for _, token in sorted(files.added_tokens.items()):
-        if token["content"] not in known:
-            options = {
-                name: token.get(name) is True
-                for name in ("lstrip", "rstrip", "single_word", "special")
-            }
-            normalized = token.get("normalized", not options["special"]) is True
-            backend.add_tokens([AddedToken(token["content"], normalized=normalized, **options)])
-            known.add(token["content"])
-    named = dict.fromkeys([*files.special_tokens.values(), *files.extra_special_tokens])
-    missing = [text for text in named if text not in known]
-    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+from router.prompt.errors import UntokenizableError
+from router.prompt.token_ids import Ends, TokenIds
 
 
 def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:

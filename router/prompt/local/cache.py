@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from kvevents.field_docs import counter
 from router.prompt.local.backend import encode_all
 from router.prompt.local.segmenter import Segmenter
-from router.prompt.prompts import TokenIds
+from router.prompt.token_ids import TokenIds
 
 # Salt and text. The salt separates tenants: the time of a response must not reveal to one of them
 # what another sent.

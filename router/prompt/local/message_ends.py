@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from router.prompt.local.segmenter import Segmenter
-from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds, TokenIds
+from router.prompt.prompts import NO_ENDS, ChatPiece, MessageEnds
+from router.prompt.token_ids import TokenIds
 
 MOST_EXPECTED = 8
 """The number of first messages of a chat that others may share."""

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from router.prompt.errors import UntokenizableError
 from router.prompt.local.backend import encode_all
-from router.prompt.prompts import TokenIds
+from router.prompt.token_ids import TokenIds
 
 # Otherwise it starts threads of its own, which spin between texts: a long one takes twice the CPU
 # time. It reads this when it tokenises its first text.

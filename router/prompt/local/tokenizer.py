@@ -17,27 +17,20 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from kvevents.errors import UNREADABLE
 from router.prompt.chat.renderer import ChatRenderer, ChatSettings
 from router.prompt.errors import ModelFilesError, UntokenizableError
 from router.prompt.limits import PromptLimits
-from router.prompt.local.backend import build_backend, find_ends
+from router.prompt.local.backend import find_ends
 from router.prompt.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
 from router.prompt.local.message_ends import EndFinder, pieces_of
 from router.prompt.local.native import NativeTokenizer, load_native
 from router.prompt.local.segments import TokenizerRules, choose_segmenter, read_rules
 from router.prompt.model_files import ModelFiles
-from router.prompt.prompts import (
-    NO_ENDS,
-    ChatPrompt,
-    Coverage,
-    MessageEnds,
-    TextPrompt,
-    TokenIds,
-    truncate,
-)
+from router.prompt.prompts import NO_ENDS, ChatPrompt, Coverage, MessageEnds, TextPrompt
+from router.prompt.token_ids import TokenIds, truncate
 
 _DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
 # Of fastokens on real text; at least 8 on any.
@@ -324,3 +317,45 @@ class _Counts:
                 encoded_chars=self._encoded_chars,
                 cache=cache,
             )
+
+
+# --- the tokenizers library -----------------------------------------------------------------------
+
+
+def build_backend(files: ModelFiles) -> Tokenizer:
+    """Load the tokenizer, set up as transformers sets it up for the engine.
+
+    `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored on purpose:
+    transformers 5 ignores them if there is a `tokenizer.json`, and uses the post-processor in it.
+
+    Raises:
+        ModelFilesError: The tokenizers library cannot read `tokenizer.json`.
+    """
+    try:
+        backend = Tokenizer.from_buffer(files.tokenizer_json)
+    except ValueError as error:
+        rule = "must be a tokenizer that the installed tokenizers library reads"
+        raise ModelFilesError(f"{files.path}/tokenizer.json", str(error), rule) from error
+    # Truncation and padding stored in the file are defaults of the training run; the engine sets
+    # its own.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = files.splits_special_tokens
+    _add_missing_tokens(backend, files)
+    return backend
+
+
+def _add_missing_tokens(backend: Tokenizer, files: ModelFiles) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, token in sorted(files.added_tokens.items()):
+        if token["content"] not in known:
+            options = {
+                name: token.get(name) is True
+                for name in ("lstrip", "rstrip", "single_word", "special")
+            }
+            normalized = token.get("normalized", not options["special"]) is True
+            backend.add_tokens([AddedToken(token["content"], normalized=normalized, **options)])
+            known.add(token["content"])
+    named = dict.fromkeys([*files.special_tokens.values(), *files.extra_special_tokens])
+    missing = [text for text in named if text not in known]
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])

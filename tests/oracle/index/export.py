@@ -14,8 +14,8 @@ import msgspec
 from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
-from router.index.base import LayoutHints, SourceId, SourceLimits, TierHint
-from router.index.layout_learner import SeenGroup
+from router.index.base import SourceId, SourceLimits
+from router.index.layout_learner import LayoutHints, SeenGroup, TierHint
 from router.index.sources import DumpError
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import Counting

@@ -24,12 +24,12 @@ from router.index.base import (
     ApplyResult,
     GroupHit,
     Hit,
-    LayoutHints,
     SourceId,
     SourceLimits,
     SourceStatistics,
 )
 from router.index.hash_finder import HashForm, engine_hashes
+from router.index.layout_learner import LayoutHints
 from router.index.prompt import spellings
 from tests.oracle.index.block_table import BlockTable
 from tests.oracle.index.export import records_of, sources_of

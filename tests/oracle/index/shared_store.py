@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from kvevents.events import GPU, LOCAL, BlockHash, BlockRemoved, BlockStored
 from kvevents.layout import KVCacheLayout
-from router.index.base import SourceLimits, StoreHint, TierHint
+from router.index.base import SourceLimits
+from router.index.layout_learner import StoreHint, TierHint
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.tier_units import TierUnits
 

@@ -29,14 +29,9 @@ from kvevents.events import (
 )
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import GroupKind, KVCacheLayout, kind_from_wire
-from router.index.base import (
-    ApplyResult,
-    LayoutHints,
-    SourceLimits,
-    SourceStatistics,
-)
+from router.index.base import ApplyResult, SourceLimits, SourceStatistics
 from router.index.hash_finder import HashFinder, HashForm, engine_hashes
-from router.index.layout_learner import LayoutLearner
+from router.index.layout_learner import LayoutHints, LayoutLearner
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import CopyWatch, Counting
 from tests.oracle.index.keys import KeySpace, tokens_of
@@ -79,7 +74,7 @@ class SourceCache:
         """
         self.limits = limits or SourceLimits()
         self.learner = LayoutLearner(hints or LayoutHints())
-        self.finder = HashFinder(self.learner.hints)
+        self.finder = HashFinder(self.learner.hints.hash_seeds)
         self.table = BlockTable(self.limits)
         self.units = TierUnits(dict(self.learner.hints.tiers))
         self.waiting = WaitingRuns()

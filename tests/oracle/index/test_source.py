@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from kvevents.codec import decode, encode
 from kvevents.events import CPU, GPU, BlockHash, BlockRemoved, BlockStored, Event, EventBatch
-from router.index.base import LayoutHints, SourceLimits, WaitingStatistics
+from router.index.base import SourceLimits, WaitingStatistics
+from router.index.layout_learner import LayoutHints
 from tests.oracle.index.keys import KeySpace
 from tests.oracle.index.source import SourceCache
 from tests.support.blocks import FULL, Prefix, tokens

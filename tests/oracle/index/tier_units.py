@@ -17,7 +17,7 @@ from itertools import compress
 
 from kvevents.events import GPU
 from kvevents.layout import GroupKind, KVCacheLayout
-from router.index.base import TierHint
+from router.index.layout_learner import TierHint
 from tests.oracle.index.block_table import GroupTier
 
 

@@ -22,7 +22,7 @@ from router.cli.recordings import (
     ReplaySummary,
     replay,
 )
-from router.index.base import LayoutHints
+from router.index.layout_learner import LayoutHints
 
 HEADER = Header(
     [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64)],

@@ -22,7 +22,7 @@ from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.config.server import TimeoutsConfig
 from router.errors import BadRequest, ConfigError
-from router.index.base import LayoutHints, StoreHint
+from router.index.layout_learner import LayoutHints, StoreHint
 from router.policies import PolicySettings, make_policy, policy_names
 from router.policies.policies import BUILT_IN
 

@@ -21,8 +21,9 @@ from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from router.feed.feed import Feed
 from router.fleet.types import EventSource
-from router.index.base import Hit, LayoutHints, SourceId, SourceLimits
+from router.index.base import Hit, SourceId, SourceLimits
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from tests.support.blocks import FULL, Prefix, copies_held
 from tests.support.following import QUICK
 from tests.support.vllm_publisher import VllmPublisher, seq_frame

@@ -34,7 +34,6 @@ from router.index.base import (
     ApplyResult,
     GroupHit,
     Hit,
-    LayoutHints,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -44,6 +43,7 @@ from router.index.base import (
     unpack_keys,
 )
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from router.index.prompt import HashedPrompt
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window

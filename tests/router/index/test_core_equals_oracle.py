@@ -28,17 +28,11 @@ from kvevents.events import (
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
 from kvevents.sealing import HashKey, hold_key, sealed
-from router.index.base import (
-    LayoutHints,
-    SourceId,
-    SourceLimits,
-    StoreHint,
-    TierHint,
-    token_columns,
-)
+from router.index.base import SourceId, SourceLimits, token_columns
 from router.index.dump import dump, load
 from router.index.hash_finder import HashForm
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, StoreHint, TierHint
 from tests.oracle.index.index import ReferenceIndex
 from tests.router.index.implementations import CORE
 

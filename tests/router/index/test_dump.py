@@ -23,9 +23,10 @@ from kvevents.events import (
 )
 from kvevents.hashing import HashChain
 from router.cli.recordings import Query, Record, RecordingReader
-from router.index.base import Hit, LayoutHints, SourceId, SourceLimits, TierHint
+from router.index.base import Hit, SourceId, SourceLimits
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, TierHint
 from router.index.sources import DumpError
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window

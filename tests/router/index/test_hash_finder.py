@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from kvevents.events import BlockHash, BlockStored, CacheLayout, GroupSpec
 from kvevents.hashing import DEFAULT_SEED, HashChain, hash_algorithms, to_wire_int
-from router.index.base import LayoutHints
 from router.index.hash_finder import HashFinder, HashForm, engine_hashes
+from router.index.layout_learner import LayoutHints
 from tests.support.blocks import Prefix, tokens
 
 
 def finder(*seeds: str) -> HashFinder:
-    return HashFinder(LayoutHints(hash_seeds=seeds or LayoutHints().hash_seeds))
+    return HashFinder(seeds or LayoutHints().hash_seeds)
 
 
 def first_event(

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from kvevents.events import CPU, BlockStored, CacheLayout, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index.base import LayoutHints
-from router.index.layout_learner import LayoutLearner
+from router.index.layout_learner import LayoutHints, LayoutLearner
 from tests.support.blocks import FULL, Prefix, mamba, tokens, window
 
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)

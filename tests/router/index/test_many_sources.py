@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index.base import LayoutHints, SourceId
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, tokens, window
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from kvevents.codec import encode
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
-from router.index.base import LayoutHints, SourceLimits
+from router.index.base import SourceLimits
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints
 from tests.support.blocks import FULL, SOURCE, Prefix, tokens
 
 MANY = 20_000

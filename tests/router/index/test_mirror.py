@@ -21,8 +21,9 @@ from kvevents.publisher import announce
 from kvroute_engine.core.build import EngineConfig
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router._core import Visit
-from router.index.base import NO_HIT, LayoutHints, SourceId, StoreHint, token_columns
+from router.index.base import NO_HIT, SourceId, token_columns
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, StoreHint
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming, Prefilling
 from router.index.prompt import HashedPrompt

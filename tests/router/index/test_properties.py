@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvevents.codec import encode
 from kvevents.events import CPU, GPU, BlockRemoved, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index.base import LayoutHints, SourceId, TierHint
+from router.index.base import SourceId
+from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import CORE, Implementation
 from tests.support.engine_model import Block, EngineModel, Prompt
 

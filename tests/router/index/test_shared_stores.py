@@ -18,9 +18,10 @@ from kvevents.events import (
     GroupSpec,
     TierBlocksCleared,
 )
-from router.index.base import ApplyResult, Hit, LayoutHints, SourceId, SourceLimits, StoreHint
+from router.index.base import ApplyResult, Hit, SourceId, SourceLimits
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, StoreHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, mamba, tokens, window
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from kvevents.hit_rule import longest_extended_hit
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index.base import LayoutHints, TierHint
+from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import SOURCE, Prefix, apply
 from tests.support.engine_model import defined_accept

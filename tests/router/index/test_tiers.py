@@ -16,9 +16,10 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.layout import KVCacheGroup
-from router.index.base import LayoutHints, SourceLimits, TierHint
+from router.index.base import SourceLimits
 from router.index.dump import dump, load
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
 

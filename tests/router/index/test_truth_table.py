@@ -16,8 +16,9 @@ from kvevents.events import (
 )
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index.base import LayoutHints, SourceId, TierHint
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, gpu_hit, mamba, tokens, window
 

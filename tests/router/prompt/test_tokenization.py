@@ -31,14 +31,12 @@ from router.prompt.processes import LargeWork
 from router.prompt.prompts import (
     ChatPrompt,
     Coverage,
-    Ends,
     PromptSpec,
     TextPrompt,
     TokenizedPrompt,
-    Truncation,
-    ends_of,
 )
 from router.prompt.remote import RemoteTokenizer
+from router.prompt.token_ids import Ends, Truncation, ends_of
 from router.prompt.tokenization import Tokenization
 from router.routing.replica_tokenizers import find_disagreements
 from tests.router.prompt.bodies import bodies

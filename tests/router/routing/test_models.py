@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.config.models import ModelConfig, StoreConfig
-from router.index.base import StoreHint
+from router.index.layout_learner import StoreHint
 from router.routing.models import ModelSet
 
 

@@ -14,8 +14,9 @@ from kvevents.publisher import announce
 from router.doors.http.overview import Overview, StoreSummary, overview
 from router.doors.http.replica_views import Fleet
 from router.fleet.types import EventSource, ReplicaLoad, ReplicaView
-from router.index.base import LayoutHints, SourceId, StoreHint
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.layout_learner import LayoutHints, StoreHint
 from router.telemetry.problems import Level
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from tests.support.blocks import FULL, Prefix, window

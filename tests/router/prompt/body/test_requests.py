@@ -25,8 +25,8 @@ from router.prompt.prompts import (
     PromptSpec,
     TextPrompt,
     TokenPrompt,
-    Truncation,
 )
+from router.prompt.token_ids import Truncation
 from tests.router.prompt.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.prompt.local.tokenizer import LocalTokenizer
-from router.prompt.prompts import NO_ENDS, ChatPiece, ChatPrompt, MessageEnds, TokenIds, Truncation
+from router.prompt.prompts import NO_ENDS, ChatPiece, ChatPrompt, MessageEnds
+from router.prompt.token_ids import TokenIds, Truncation
 
 TEMPLATES = {
     "qwen": (

@@ -15,7 +15,8 @@ from router.prompt.errors import ModelFilesError, UntokenizableError
 from router.prompt.limits import PromptLimits
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
-from router.prompt.prompts import TextPrompt, TokenIds, Truncation
+from router.prompt.prompts import TextPrompt
+from router.prompt.token_ids import TokenIds, Truncation
 
 _SETTINGS = settings(
     max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
