@@ -154,8 +154,12 @@ async def test_a_recording_of_a_running_engine_begins_with_its_snapshot(tmp_path
     output, process_name = tmp_path / "stream.jsonl", bytes(range(16))
     state, later = (msgspec.msgpack.encode([0.0, [], 0, what]) for what in ("state", process_name))
 
+    made: list[list[bytes]] = []
+
     def snapshot(publisher: VllmPublisher) -> list[bytes]:
-        return [b"", publisher.last_seq.to_bytes(8, "big", signed=True), process_name, state]
+        last = publisher.last_seq.to_bytes(8, "big", signed=True)
+        made.append([b"", last, process_name, state])
+        return made[-1]
 
     with VllmPublisher(ring=5, snapshots=snapshot) as publisher:
         for _ in range(100):
@@ -165,7 +169,8 @@ async def test_a_recording_of_a_running_engine_begins_with_its_snapshot(tmp_path
             *("capture", "--endpoint", publisher.endpoint, "-o", str(output), "--batches", "2"),
             *("--snapshot-endpoint", publisher.snapshot_endpoint),
         )
-        await eventually(lambda: output.exists() or process.poll() is not None, "the snapshot")
+        # Not the file: it exists for a moment before that, when it is tried whether it can be made.
+        await eventually(lambda: made or process.poll() is not None, "the snapshot")
         await eventually(lambda: publisher.subscribers, "the subscription")
         publisher.publish(later)
         assert f"2 batches in {output}" in await finish(process)
