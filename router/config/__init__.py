@@ -8,6 +8,7 @@ The files; each imports only what is listed above it:
     files.py          has a watched file changed?
     extras.py         imports a part that needs an extra of the package
     origin.py         where a server is; timeouts
+    rules.py          how a broken rule is reported, and words that other rooms share
     values.py         the rules of single values
     document.py       YAML text -> plain data; pydantic's errors -> ours
     section.py        the base of all mappings

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from router.config.rules import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Location, Name, PlacedPath, Secret
+from router.config.values import PLAIN, Name, PlacedPath, Secret
 
 BoardUrl = Annotated[
     str, Field(pattern=r"^(redis|valkey)s?://[A-Za-z0-9_.:\[\]-]+(/[0-9]{1,4})?$"), PLAIN

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from router.config.values import RULE, Location
+from router.config.rules import RULE, Location
 from router.errors import ConfigError, ConfigProblem
 
 MAX_BYTES = 4 * 1024 * 1024

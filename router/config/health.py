@@ -7,8 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from router.config.rules import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Checks, Location, Seconds, UrlPath
+from router.config.values import PLAIN, Checks, Seconds, UrlPath
 
 
 class HealthConfig(Section, frozen=True):

@@ -12,19 +12,18 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
+from router.config.rules import Location, repeated
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
     DrafterGroups,
     FilePath,
     Items,
-    Location,
     Name,
     PlacedPath,
     Tokens,
     Window,
     placed,
-    repeated,
 )
 from router.index.layout_learner import LayoutHints, StoreHint, TierHint
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from router.config.rules import Location, repeated
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
@@ -14,10 +15,8 @@ from router.config.values import (
     HeaderName,
     Items,
     KeyName,
-    Location,
     Seconds,
     TokenCount,
-    repeated,
 )
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from router.config.rules import Location, broken_rule
 from router.config.section import Section
-from router.config.values import PLAIN, HeaderName, Location, Seconds, broken_rule
+from router.config.values import PLAIN, HeaderName, Seconds
 from router.policies.policies import BUILT_IN, LEAST_DELAY, policy_names
 from router.policies.types import Weights
 

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, ValidationError
 from kvevents.listener import LISTENED_TO
 from router.config.document import parse_document, problems_in, read_text
 from router.config.origin import Origin
+from router.config.rules import Location, PriorityOrder, Role, repeated
 from router.config.section import Section
 from router.config.values import (
     PLAIN,
@@ -20,15 +21,11 @@ from router.config.values import (
     EventAddress,
     HostName,
     Items,
-    Location,
     Name,
-    PriorityOrder,
     ReplicaId,
-    Role,
     Secret,
     Url,
     ZmqAddress,
-    repeated,
 )
 from router.errors import BadRequest, ConfigError
 

@@ -29,10 +29,11 @@ from router.config.overload import OverloadConfig
 from router.config.policy import PolicyConfig
 from router.config.prefill import PrefillConfig
 from router.config.replica import ReplicaConfig, ReplicaOptions
+from router.config.rules import Location
 from router.config.section import Section
 from router.config.server import ServerConfig
 from router.config.state import StateConfig
-from router.config.values import Items, Location
+from router.config.values import Items
 from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
 from router.policies.types import Weights

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 
-from router.config.values import Location, refusal
+from router.config.rules import Location, refusal
 from router.policies.types import Weights
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from router.config.keys import ClientKeyConfig, OperatorKeyConfig
+from router.config.rules import Location, repeated
 from router.config.section import Section
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.values import (
@@ -17,14 +18,12 @@ from router.config.values import (
     Count,
     HostName,
     Items,
-    Location,
     Name,
     Network,
     Port,
     ProxiedPathPattern,
     Seconds,
     Secret,
-    repeated,
 )
 
 PRIVATE_NETWORKS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.config.rules import Location
 from router.config.section import Section
-from router.config.values import Location, PlacedPath
+from router.config.values import PlacedPath
 
 
 class ListenerTlsConfig(Section, frozen=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,16 +19,15 @@ from pydantic import (
     Field,
     PlainSerializer,
     SecretStr,
-    ValidationError,
     ValidationInfo,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
 from kvevents.errors import CurveError
 from kvevents.listener import LISTENED_TO
 from router.config.origin import Origin, OriginError, in_url
+from router.config.rules import broken_rule
 
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
@@ -51,48 +50,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
 _KEY = re.compile(r"[\x21-\x7e]{1,4096}\Z")
 
-Location: TypeAlias = tuple[int | str, ...]
-"""A path as pydantic writes it: `("replicas", 1, "url")`."""
-RULE = "rule"
-"""The type of the errors that rules of our own raise."""
-
 T = TypeVar("T")
-
-
-def broken_rule(text: str) -> PydanticCustomError:
-    """The error for a validator to raise; *text* is the value, unless secret, and the rule."""
-    return PydanticCustomError(RULE, "{text}", {"text": text})
-
-
-def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationError:
-    """Several broken rules as one error, for a validator of a whole model to raise.
-
-    Args:
-        found: Each broken rule's location in the model, and its text as for `broken_rule`.
-    """
-    return ValidationError.from_exception_data(
-        title,
-        [InitErrorDetails(type=broken_rule(text), loc=loc, input=None) for loc, text in found],
-        hide_input=True,
-    )
-
-
-def repeated(
-    name: str, values: Iterable[Hashable], field: str | None = None
-) -> Iterator[tuple[Location, str]]:
-    """Yield the entries of a list that have what an earlier one has, for `Section.contradictions`.
-
-    Args:
-        name: The list's.
-        values: What each entry has, in *field*; None: the entries themselves.
-    """
-    first: dict[Hashable, int] = {}
-    for index, value in enumerate(values):
-        holder = first.setdefault(value, index)
-        if holder != index:
-            shown = "not shown" if isinstance(value, SecretStr) else repr(value)
-            place = (name, index) if field is None else (name, index, field)
-            yield place, f"{shown}; {name}[{holder}] has it already"
 
 
 def _refuse_reference(data: object) -> object:
@@ -322,10 +280,6 @@ Port = Annotated[int, Field(ge=0, le=65_535), PLAIN]
 Window = Annotated[int, Field(ge=1, le=2**31), PLAIN]
 Checks = Annotated[int, Field(ge=1, le=1000), PLAIN]
 Name = Annotated[str, Field(min_length=1, max_length=256), PLAIN]
-PriorityOrder: TypeAlias = Literal["lower_first", "higher_first"]
-"""The order in which an engine serves priority numbers."""
-Role: TypeAlias = Literal["both", "prefill", "decode"]
-"""A replica's part, where prompts and responses may be computed apart."""
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
 PlacedPath = Annotated[FilePath, AfterValidator(placed)]
 """The path of a file; relative to the configuration's own."""

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from router.config.rules import Location, repeated
 from router.config.section import Section
-from router.config.values import PLAIN, HeaderName, Items, Location, Name, repeated
+from router.config.values import PLAIN, HeaderName, Items, Name
 
 
 class VersionConfig(Section, frozen=True):

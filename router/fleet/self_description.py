@@ -32,13 +32,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvevents.errors import UNREADABLE
-from router.config.values import (
-    PriorityOrder,
-    is_endpoint,
-    is_local_endpoint,
-    is_local_host,
-    reachable,
-)
+from router.config.rules import PriorityOrder
+from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
 from router.errors import InvalidReplicaResponse
 from router.fleet.load_topic import LoadTopic
 from router.fleet.types import EventSource, ServedModels

@@ -18,14 +18,8 @@ from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
 from router.config.document import problems_in
 from router.config.origin import Origin
 from router.config.replica import ReplicaConfig, ReplicaOptions
-from router.config.values import (
-    POLLED,
-    Location,
-    Role,
-    UrlPath,
-    has_wildcard_host,
-    is_local_endpoint,
-)
+from router.config.rules import Location, Role
+from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
 from router.fleet.discovery.kubernetes_api import (
     Collection,
     KubernetesApi,
