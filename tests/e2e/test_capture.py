@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import signal
 import socket
@@ -58,8 +59,15 @@ async def serve(router: RouterProcess, engine: EngineProcess, count: int, seed: 
 async def recording(router: RouterProcess, output: Path, *more: str) -> subprocess.Popen[str]:
     """A capture that has begun."""
     process = start("capture", "--url", router.url, "--output", str(output), *more)
-    await eventually(lambda: output.exists() or process.poll() is not None, "it has begun")
+    await eventually(lambda: has_lines(output) or process.poll() is not None, "it has begun")
     return process
+
+
+def has_lines(output: Path) -> bool:
+    """Not only whether it exists: it does for a moment when it is tried whether it can be made."""
+    with contextlib.suppress(FileNotFoundError):
+        return output.stat().st_size > 0
+    return False
 
 
 def named(preset: str, **options: Any) -> tuple[str, ...]:
@@ -154,12 +162,8 @@ async def test_a_recording_of_a_running_engine_begins_with_its_snapshot(tmp_path
     output, process_name = tmp_path / "stream.jsonl", bytes(range(16))
     state, later = (msgspec.msgpack.encode([0.0, [], 0, what]) for what in ("state", process_name))
 
-    made: list[list[bytes]] = []
-
     def snapshot(publisher: VllmPublisher) -> list[bytes]:
-        last = publisher.last_seq.to_bytes(8, "big", signed=True)
-        made.append([b"", last, process_name, state])
-        return made[-1]
+        return [b"", publisher.last_seq.to_bytes(8, "big", signed=True), process_name, state]
 
     with VllmPublisher(ring=5, snapshots=snapshot) as publisher:
         for _ in range(100):
@@ -169,8 +173,7 @@ async def test_a_recording_of_a_running_engine_begins_with_its_snapshot(tmp_path
             *("capture", "--endpoint", publisher.endpoint, "-o", str(output), "--batches", "2"),
             *("--snapshot-endpoint", publisher.snapshot_endpoint),
         )
-        # Not the file: it exists for a moment before that, when it is tried whether it can be made.
-        await eventually(lambda: made or process.poll() is not None, "the snapshot")
+        await eventually(lambda: has_lines(output) or process.poll() is not None, "the snapshot")
         await eventually(lambda: publisher.subscribers, "the subscription")
         publisher.publish(later)
         assert f"2 batches in {output}" in await finish(process)
