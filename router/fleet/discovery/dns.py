@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from kvevents.pacing import Backoff
 from router.config.discovery import DnsDiscovery, name_server
+from router.config.origin import in_url
 from router.config.replica import ReplicaConfig
 from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
 
@@ -87,10 +88,10 @@ class DnsProvider:
             return None
 
     def _replica(self, host: str, port: int) -> ReplicaConfig:
-        shown = f"[{host}]" if ":" in host else host
         options = self._config.replica
         given = {name: getattr(options, name) for name in options.model_fields_set}
-        return ReplicaConfig(url=f"{self._config.scheme}://{shown}:{port}", **given)
+        url = f"{self._config.scheme}://{in_url(host)}:{port}"
+        return ReplicaConfig(url=url, **given)
 
 
 def _resolver(nameserver: str | None) -> dns.asyncresolver.Resolver:

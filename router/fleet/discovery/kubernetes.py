@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from kvevents.listener import LISTENED_TO
 from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
 from router.config.document import problems_in
-from router.config.origin import Origin
+from router.config.origin import Origin, in_url
 from router.config.replica import ReplicaConfig, ReplicaOptions
 from router.config.rules import Location, Role
 from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
@@ -362,11 +362,10 @@ class KubernetesProvider:
         given.update(own)
         if not ports:
             raise msgspec.DecodeError("names no port, and the configuration neither")
-        host = f"[{place.address}]" if ":" in place.address else place.address
         for port in ports:
             suffix = f":{port}" if len(ports) > 1 else ""
             yield ReplicaConfig(
-                url=f"{scheme}://{host}:{port}{path}",
+                url=f"{scheme}://{in_url(place.address)}:{port}{path}",
                 id=f"{self._config.id_prefix}{place.name}{suffix}",
                 **given,
             )
@@ -392,7 +391,7 @@ def _connection(
         host, port = (environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
         if not host or not port:
             raise KubernetesError("not inside a cluster, and no api_server is configured")
-        origin = Origin.parse(f"https://{f'[{host}]' if ':' in host else host}:{port}")
+        origin = Origin.parse(f"https://{in_url(host)}:{port}")
     token_file = Path(config.token_file) if config.token_file else ACCOUNT / "token"
     ca_file = Path(config.ca_file) if config.ca_file else ACCOUNT / "ca.crt"
     try:
