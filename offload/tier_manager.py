@@ -47,6 +47,15 @@ class TierEntry:
         """Return whether a copy reads or writes it."""
         return self.storing or self.loads > 0
 
+    @property
+    def state(self) -> str:
+        """Return which of the blocks in `TierStatistics` it is one of."""
+        if self.doomed:
+            return "doomed"
+        if self.storing:
+            return "pending"
+        return "loading" if self.loads else "idle"
+
 
 @dataclass(slots=True)
 class TierCounts:
@@ -277,13 +286,13 @@ class TierManager(OffloadingManager, Generic[Entry]):
             self._events.append(OffloadingEvent(tuple(keys), self.medium, removed))
 
     def _statistics(self, kind: Callable[..., Statistics], **own: int) -> Statistics:
-        """Return statistics of a *kind*, with what only that kind has."""
-        entries = self._entries.values()
+        """Return statistics of a *kind*, with what only that kind has. Looks at every block."""
+        found = Counter(entry.state for entry in self._entries.values())
         return kind(
             **own,
-            idle_blocks=sum(entry.loadable and not entry.loads for entry in entries),
-            loading_blocks=sum(entry.loadable and entry.loads > 0 for entry in entries),
-            pending_blocks=sum(entry.storing and not entry.doomed for entry in entries),
-            doomed_blocks=sum(entry.doomed for entry in entries),
+            idle_blocks=found["idle"],
+            loading_blocks=found["loading"],
+            pending_blocks=found["pending"],
+            doomed_blocks=found["doomed"],
             counts=replace(self._counts),
         )
