@@ -396,7 +396,7 @@ def _read_fields(kind: type[Event], fields: dict[str, Any], place: str) -> Event
     """Read an event whose fields stand in it as they are."""
     known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
     if "medium" in kind.__struct_fields__:
-        known.setdefault("medium", None)
+        known.setdefault("medium", None)  # engines may leave it out: that is the GPU
     return _convert(known, kind, place)
 
 

@@ -22,7 +22,7 @@ from offload.errors import CacheConfigError
 
 
 class Tier:
-    """A tier of one cache: its manager's part that differs over GPU blocks and their hashes.
+    """One tier of a cache by GPU blocks and their hashes, where its manager knows offloaded blocks.
 
     Not thread-safe: it belongs to the scheduler.
     """

@@ -339,7 +339,7 @@ class Watcher:
 
     @property
     def _is_scraped(self) -> bool:
-        """Whether its load is asked for between two discoveries."""
+        """Return whether its load is asked for between two discoveries."""
         return self._config.scrape_metrics and self._has_metrics
 
     async def _scrape(self) -> None:

@@ -294,14 +294,14 @@ class RouterService(RouterParts):
             taps=self.feed.taps,
         )
         self._follower = ReplicaFollower(
-            self.registry,
-            self.models,
-            self.entrance,
-            self.tokenizer_check,
-            self.feed,
-            planner,
-            self.observers,
-            self._beginning,
+            registry=self.registry,
+            models=self.models,
+            entrance=self.entrance,
+            tokenizer_check=self.tokenizer_check,
+            feed=self.feed,
+            planner=planner,
+            observers=self.observers,
+            beginning=self._beginning,
         )
         doors = self.config.doors
         self.reservations = Reservations(doors.max_reservations, doors.reservation_idle_s)
