@@ -9,6 +9,7 @@ client makes it. Could that be had within twice these figures, this file would g
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,6 +32,8 @@ from router.fleet.client_errors import (
 if TYPE_CHECKING:
     from router._core import BodyReader
 
+_SWEEPS = 4
+"""Looks at unused connections in the time that one is kept."""
 _LINE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 _Answer: TypeAlias = "asyncio.Future[tuple[int, bytes]]"
 _Place: TypeAlias = tuple[str, "Allows | None"]
@@ -47,6 +50,7 @@ class ProbeFetch:
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
         self._kept: dict[_Place, list[_Connection]] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     async def __call__(
@@ -67,8 +71,23 @@ class ProbeFetch:
 
     def close(self) -> None:
         self._is_closed = True
+        self._close_kept(until=math.inf)
+
+    def _sweep(self) -> None:
+        """Close what is kept too long by the next time: one timer, and few wakes, for all."""
+        self._sweeping = None
+        self._close_kept(until=asyncio.get_running_loop().time() + KEPT_S / _SWEEPS)
+        self._sweep_later()
+
+    def _sweep_later(self) -> None:
+        if self._kept and self._sweeping is None:
+            loop = asyncio.get_running_loop()
+            self._sweeping = loop.call_later(KEPT_S / _SWEEPS, self._sweep)
+
+    def _close_kept(self, until: float) -> None:
         for connection in [each for kept in self._kept.values() for each in kept]:
-            connection.close()
+            if connection.kept_until <= until:
+                connection.close()
 
     async def _only_address(self, origin: Origin) -> str | None:
         """Return the address to connect to; None for several, or without an allowed one."""
@@ -121,6 +140,7 @@ class ProbeFetch:
                 del self._kept[place]
 
         connection.keep(forget)
+        self._sweep_later()
 
 
 class _Connection(asyncio.Protocol):
@@ -132,7 +152,7 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._answer: _Answer | None = None
         self._origin: Origin | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.kept_until = math.inf
         self._on_unkept: Any = None
         self._was_used = self.is_reusable = False
         self._begin(0)
@@ -165,7 +185,7 @@ class _Connection(asyncio.Protocol):
     def keep(self, forget: Any) -> None:
         """Keep it for a while; *forget* is called when it is no longer kept."""
         self._on_unkept = forget
-        self._timer = asyncio.get_running_loop().call_later(KEPT_S, self.close)
+        self.kept_until = asyncio.get_running_loop().time() + KEPT_S
 
     def close(self) -> None:
         """Close it at once."""
@@ -173,9 +193,6 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _no_longer_kept(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         forget, self._on_unkept = self._on_unkept, None
         if forget is not None:
             forget()

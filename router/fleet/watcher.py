@@ -390,7 +390,8 @@ class Watcher:
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
         """Wait until *interval_s* after *began*, or until *early* is set, but at least a tenth of
         the shortest interval."""
-        wait_s = began + interval_s * (1 - JITTER * self._random.random()) - self._clock()
+        at = began + interval_s * (1 - JITTER * self._random.random())
+        wait_s = self._pace.due(at, interval_s) - self._clock()
         timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), early.set)
         try:
             await early.wait()

@@ -77,6 +77,18 @@ def test_what_is_known_of_loads_does_not_go_stale(
     assert pace.interval_s == pytest.approx(interval_s)
 
 
+def test_in_a_quiet_time_replicas_are_looked_at_together() -> None:
+    """64 of them would wake the router 64 times in an interval."""
+    clock = Clock()
+    pace = Pace(HealthConfig(interval_s=2, no_traffic_factor=4), clock)
+    moments = [clock.now + 6.4 + number / 40 for number in range(64)]
+    assert [pace.due(at, 8) for at in moments] == moments, "requests come"
+    clock.now += 2 * QUIET_AFTER
+    found = [pace.due(at, 8) for at in moments]
+    assert all(at - 1 < due <= at for due, at in zip(found, moments, strict=True))
+    assert len(set(found)) <= 3
+
+
 async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> None:
     """One that is unhealthy is asked as before: it returns within one interval."""
     asked: Counter[str] = Counter()
