@@ -100,8 +100,9 @@ class Process:
 
     def log(self) -> str:
         """What it wrote to stderr so far."""
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
+        # A seek would move the place at which the process writes: they share it.
+        file = self._output.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     @property
     def has_ended(self) -> bool:
