@@ -26,6 +26,7 @@ from annotated_types import Ge, Le, MaxLen
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
+from kvevents.field_docs import field_docs
 from router.config import board, discovery, models, policy, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
@@ -135,20 +136,25 @@ def options(path: str) -> Iterator[str]:
     """The table of a section, line by line."""
     section = section_at(path)
     hints = get_type_hints(section, include_extras=True)
+    docs = field_docs(section)
     yield "| Option | Type | Default | Change it when |"
     yield "|---|---|---|---|"
     for name, field in _fields(section).items():
         inner = _section_in(field.annotation)
         if inner is not None and not _is_list(hints[name]):
             continue  # a table of its own
-        cells = (f"`{name}`", _type(hints[name], name), _default(field), _description(field))
+        cells = (
+            f"`{name}`",
+            _type(hints[name], name),
+            _default(field),
+            _condition(docs.get(name, "")),
+        )
         yield f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
-def _description(field: FieldInfo) -> str:
+def _condition(docstring: str) -> str:
     """The last paragraph of a field's docstring, which says when to change it."""
-    text = " ".join((field.description or "").rpartition("\n\n")[2].split())
-    return text.removeprefix(_CONDITION).removesuffix(".")
+    return docstring.rpartition("\n\n")[2].removeprefix(_CONDITION).removesuffix(".")
 
 
 def _default(field: FieldInfo) -> str:

@@ -88,7 +88,7 @@ def _metrics_of(owner: type) -> Mapping[str, Exported]:
 
 
 def field_docs(owner: type) -> dict[str, str]:
-    """The string under each field of a class and its bases, on one line."""
+    """The string under each field of a class and its bases, each paragraph on one line."""
     docs: dict[str, str] = {}
     for each in reversed(owner.__mro__):
         docs |= _docs_in_module(each.__module__).get(each.__name__, {})
@@ -111,4 +111,4 @@ def _documented_fields(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                 value=ast.Constant(value=str(text))
             ):
-                yield name, " ".join(text.split())
+                yield name, "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))

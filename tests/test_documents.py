@@ -22,6 +22,7 @@ from async_timeout import timeout
 from pydantic.fields import FieldInfo
 
 from docs import reference
+from kvevents.field_docs import field_docs
 from router.cli import main as command_line
 from router.config.replica import ReplicaOptions
 from router.config.schema import RouterConfig
@@ -263,8 +264,9 @@ def test_every_section_has_its_table(path: str) -> None:
 )
 def test_every_option_says_what_it_is_for(path: str, section: Any) -> None:
     """An undescribed option might as well not exist; the document takes the words from here."""
+    docs = field_docs(section)
     options = {
-        name: field.description
+        name: docs.get(name)
         for name, field in fields_of(section).items()
         if not section_in(field.annotation) or is_list(field.annotation)
     }

@@ -15,7 +15,6 @@ class Section(
     frozen=True,
     extra="forbid",
     strict=True,
-    use_attribute_docstrings=True,
     hide_input_in_errors=True,
 ):
     """A mapping in the configuration."""

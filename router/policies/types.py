@@ -29,7 +29,7 @@ _TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2":
     frozen=True,
     slots=True,
     kw_only=True,
-    config=ConfigDict(extra="forbid", use_attribute_docstrings=True),
+    config=ConfigDict(extra="forbid"),
 )
 class Weights:
     """Holds the costs by which policies estimate. The unit of every cost is *the time to prefill

@@ -354,14 +354,17 @@ def _schemas() -> dict[str, Any]:
     bodies = [kind for kind in request_bodies.EXAMPLES if kind is not ReplicaConfig]
     kinds = [*View.__subclasses__(), Overview, ReplicaDetails, EngineResponse, *bodies]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
-    for name, kind in _classes_in(kinds).items():
-        for field, text in field_docs(kind).items():
-            schemas[name]["properties"][field]["description"] = text
     _, configuration = models_json_schema(
         [(ReplicaConfig, "validation"), (RouterConfig, "serialization")],
         ref_template=_SCHEMAS + "{model}",
     )
-    return {**schemas, **configuration["$defs"]}
+    schemas |= configuration["$defs"]
+    classes = _classes_in([*kinds, ReplicaConfig, RouterConfig])
+    for name, schema in schemas.items():
+        kind = classes.get(name.partition("-")[0])  # pydantic's: "ReplicaConfig-Input"
+        for field, text in field_docs(kind).items() if kind else ():
+            schema["properties"][field]["description"] = text
+    return schemas
 
 
 def _classes_in(kinds: Iterable[Any]) -> dict[str, type]:

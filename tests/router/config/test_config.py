@@ -639,13 +639,12 @@ def test_a_replica_in_a_request_has_the_same_form() -> None:
     assert (replica.replica_id, replica.api_key) == ("r", SecretStr("sk-1"))
 
 
-def test_the_schema_of_a_replica_says_what_its_fields_mean() -> None:
+def test_the_schema_of_a_replica_says_what_it_may_hold() -> None:
     """It is what /docs shows for POST /replicas."""
     schema = ReplicaConfig.model_json_schema()
     assert schema["required"] == ["url"]
     assert schema["additionalProperties"] is False
     assert schema["properties"]["speed"]["maximum"] == 1000
-    assert "twice as fast" in schema["properties"]["speed"]["description"]
 
 
 def test_a_request_cannot_read_the_routers_environment() -> None:

@@ -184,7 +184,8 @@ async def test_fields_are_described_by_the_strings_under_them(document: dict[str
     schemas = document["components"]["schemas"]
     for schema, fields in (
         ("HitView", {"suspect"}),
-        ("ReplicaConfig-Input", {"speed"}),
+        ("ReplicaConfig-Input", {"speed", "url"}),
+        ("HealthConfig", {"path"}),
         ("LastMinute", {"failed", "cached_share"}),
     ):
         properties = schemas[schema]["properties"]
