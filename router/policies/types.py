@@ -25,12 +25,7 @@ _TIER_TOKENS = {PEER: 0.25, "STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2":
 
 # Slots, since policies read eight weights for every candidate: 6 ns each, where an attribute of a
 # pydantic model takes 24 ns.
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-    config=ConfigDict(extra="forbid"),
-)
+@dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Weights:
     """Holds the costs by which policies estimate. The unit of every cost is *the time to prefill
     one prompt token* on an otherwise idle replica.
