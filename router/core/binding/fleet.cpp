@@ -41,7 +41,7 @@ public:
         Gate gate{most_requests,   most_prefill_tokens, open_until, probe_until,
                   backs_off_until, {tenants.begin(), tenants.end()}, started_at, slow_start_s};
         Guarded guarded(books_->mutex);
-        conditions_->gate = std::move(gate);
+        conditions_->set_gate(std::move(gate));
     }
 
     void set_engine(double at, i64 foreign, i64 waiting,
@@ -52,13 +52,12 @@ public:
             engine.ranks.push_back({dp_rank, of_others, waits});
         }
         Guarded guarded(books_->mutex);
-        conditions_->engine = std::move(engine);
+        conditions_->set_engine(std::move(engine));
     }
 
     void set_lost(std::vector<int> suspects, std::vector<std::pair<int, double>> since) {
         Guarded guarded(books_->mutex);
-        conditions_->suspects = std::move(suspects);
-        conditions_->lost = std::move(since);
+        conditions_->set_lost(std::move(suspects), std::move(since));
     }
 
 private:

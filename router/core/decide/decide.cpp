@@ -138,8 +138,8 @@ void Decider::sort_out(const Question& question, Scratch& scratch) {
 
 // An engine's own load counts only while it is young.
 bool Decider::knows_load(const Replica& replica, const Question& question) const {
-    const auto& engine = replica.conditions->engine;
-    return engine && question.now - engine->at <= settings_.engine_load_stale_after_s;
+    const EngineLoad* engine = replica.conditions->engine();
+    return engine != nullptr && question.now - engine->at <= settings_.engine_load_stale_after_s;
 }
 
 State Decider::state_of(const Replica& replica, u32 number, const Load& load,
@@ -152,8 +152,8 @@ State Decider::state_of(const Replica& replica, u32 number, const Load& load,
                 .decoding = load.decoding,
                 .context_tokens = load.context_tokens};
     if (knows_load(replica, question)) {
-        state.foreign = replica.conditions->engine->foreign;
-        state.waiting = replica.conditions->engine->waiting;
+        state.foreign = replica.conditions->engine()->foreign;
+        state.waiting = replica.conditions->engine()->waiting;
     }
     return state;
 }
@@ -170,7 +170,7 @@ State Decider::state_of_rank(const Replica& replica, u32 number, int dp_rank, co
                 .decoding = load.decoding,
                 .context_tokens = load.context_tokens};
     if (!knows_load(replica, question)) return state;
-    const EngineLoad& engine = *replica.conditions->engine;
+    const EngineLoad& engine = *replica.conditions->engine();
     const auto of_rank =
         std::find_if(engine.ranks.begin(), engine.ranks.end(),
                      [&](const EngineLoad::OfRank& each) { return each.dp_rank == dp_rank; });
@@ -195,7 +195,7 @@ void Decider::find_holders(const Question& question, Scratch& scratch) {
             replica.is_suspect()) {
             continue;
         }
-        holders.push_back({scratch.hits.at(replica.first_cache).all,
+        holders.push_back({scratch.hits.at(question.fleet->first_cache(number)).all,
                            draws.of(static_cast<u32>(holders.size())), number});
     }
     std::stable_sort(holders.begin(), holders.end(), [](const auto& left, const auto& right) {

@@ -8,6 +8,11 @@
 
 namespace kvroute::decide {
 
+bool Gate::may_refuse() const {
+    return most_requests || most_prefill_tokens || open_until || backs_off_until > 0 ||
+           !tenants_back_off_until.empty() || (started_at && slow_start_s > 0);
+}
+
 double Gate::speed(double now) const {
     if (!started_at || slow_start_s <= 0) return 1.0;
     const double grown = (now - *started_at) / slow_start_s;
@@ -39,12 +44,35 @@ Obstacle Gate::full(double now, const Load& load) const {
     return Obstacle::none;
 }
 
+void Conditions::set_gate(Gate gate) {
+    gate_ = std::move(gate);
+    may_refuse_ = gate_.may_refuse();
+}
+
+void Conditions::set_engine(EngineLoad engine) {
+    engine_ = std::move(engine);
+    has_engine_ = true;
+}
+
+void Conditions::set_lost(std::vector<int> suspects, std::vector<std::pair<int, double>> lost) {
+    suspects_ = std::move(suspects);
+    lost_ = std::move(lost);
+    has_lost_ = !suspects_.empty() || !lost_.empty();
+}
+
+Obstacle Conditions::refusal(double now, std::string_view tenant, const Load& under_way,
+                             bool is_new) const {
+    if (!may_refuse_) return Obstacle::none;
+    const Obstacle shut = gate_.shut(now, tenant);
+    return shut != Obstacle::none || !is_new ? shut : gate_.full(now, under_way);
+}
+
 bool Conditions::is_suspect(int dp_rank) const {
-    return std::find(suspects.begin(), suspects.end(), dp_rank) != suspects.end();
+    return std::find(suspects_.begin(), suspects_.end(), dp_rank) != suspects_.end();
 }
 
 std::optional<double> Conditions::lost_since(int dp_rank) const {
-    for (const auto& [rank, since] : lost) {
+    for (const auto& [rank, since] : lost_) {
         if (rank == dp_rank) return since;
     }
     return std::nullopt;
@@ -58,8 +86,7 @@ Obstacle Replica::obstacle(double now, std::string_view tenant, const Load& unde
     if (max_concurrent_requests && under_way.requests() >= *max_concurrent_requests) {
         return Obstacle::at_limit;
     }
-    const Obstacle shut = conditions->gate.shut(now, tenant);
-    return shut != Obstacle::none || !is_new ? shut : conditions->gate.full(now, under_way);
+    return conditions->refusal(now, tenant, under_way, is_new);
 }
 
 Fleet::Fleet(u64 version, std::vector<Replica> replicas)
@@ -67,8 +94,8 @@ Fleet::Fleet(u64 version, std::vector<Replica> replicas)
     numbers_.resize(replicas_.size());
     std::iota(numbers_.begin(), numbers_.end(), u32{0});
     for (u32 number = 0; number < replicas_.size(); ++number) {
-        Replica& replica = replicas_[number];
-        replica.name_crc = crc32(replica.id);
+        const Replica& replica = replicas_[number];
+        name_crcs_.push_back(crc32(replica.id));
         by_id_[replica.id] = number;
         const auto add = [&](const std::string& name) {
             std::vector<u32>& serving = serving_[name];
@@ -82,13 +109,18 @@ Fleet::Fleet(u64 version, std::vector<Replica> replicas)
 }
 
 void Fleet::number_caches() {
-    for (Replica& replica : replicas_) {
-        replica.first_cache = static_cast<u32>(caches_.size());
+    for (const Replica& replica : replicas_) {
+        first_caches_.push_back(static_cast<u32>(caches_.size()));
+        has_ranks_ |= replica.has_ranks();
         for (const Cache& cache : replica.caches) {
             caches_.push_back(&cache);
             cache_ids_.push_back(cache.id);
+            FirstSource& first = first_sources_.emplace_back();
+            if (cache.sources.empty()) continue;
+            first = {cache.sources.front().index.get(), cache.sources.front().source};
         }
     }
+    first_caches_.push_back(static_cast<u32>(caches_.size()));
     for (u32 number = 0; number < caches_.size(); ++number) {
         const CacheId id = cache_ids_[number];
         if (id >= cache_numbers_.size()) cache_numbers_.resize(id + 1, kNone);
@@ -100,9 +132,8 @@ void Fleet::sort_names() {
     std::vector<u32> sorted = numbers_;
     std::sort(sorted.begin(), sorted.end(),
               [&](u32 left, u32 right) { return replicas_[left].id < replicas_[right].id; });
-    for (u32 place = 0; place < sorted.size(); ++place) {
-        replicas_[sorted[place]].place_by_name = place;
-    }
+    places_by_name_.resize(sorted.size());
+    for (u32 place = 0; place < sorted.size(); ++place) places_by_name_[sorted[place]] = place;
 }
 
 std::span<const u32> Fleet::serving(std::string_view name) const {

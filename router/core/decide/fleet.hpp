@@ -51,6 +51,8 @@ struct Gate {
     std::optional<double> started_at;  // since when it starts slowly
     double slow_start_s = 0.0;
 
+    // False where it is open at full speed, for any load, and stays so.
+    bool may_refuse() const;
     // Returns its speed in a slow start, from `kSlowest` up to 1.
     double speed(double now) const;
     // Returns why nothing of a tenant is sent there, even if there is room.
@@ -73,18 +75,38 @@ struct EngineLoad {
     std::optional<i64> cache_blocks, cache_tokens;  // of each rank
 };
 
-struct Conditions {
+// Every decision reads every replica's: with a thousand of them, from memory that no CPU cache next to
+// it holds. So the first cache line says which of the rest matter.
+class alignas(64) Conditions {
+public:
     bool is_healthy = false;
     bool is_draining = false;
     bool is_removed = false;
-    Gate gate;
-    std::optional<EngineLoad> engine;
-    std::vector<int> suspects;  // ranks of which events were lost
-    // Ranks without whole events, and since when, or always: an estimate may stand in for them.
-    std::vector<std::pair<int, double>> lost;
 
+    void set_gate(Gate gate);
+    void set_engine(EngineLoad engine);
+    // `suspects`: ranks of which events were lost. `lost`: ranks without whole events, and since
+    // when, or always: an estimate may stand in for them.
+    void set_lost(std::vector<int> suspects, std::vector<std::pair<int, double>> lost);
+
+    double speed(double now) const { return may_refuse_ ? gate_.speed(now) : 1.0; }
+    // Returns why the gate lets no request through now; see `Gate`.
+    Obstacle refusal(double now, std::string_view tenant, const Load& under_way, bool is_new) const;
+    bool has_breaker_open() const { return gate_.open_until.has_value(); }
+    // Null before its metrics were read.
+    const EngineLoad* engine() const { return has_engine_ ? &engine_ : nullptr; }
+    bool has_lost() const { return has_lost_; }
     bool is_suspect(int dp_rank) const;
     std::optional<double> lost_since(int dp_rank) const;
+
+private:
+    bool may_refuse_ = false;  // `gate_` may
+    bool has_engine_ = false;
+    bool has_lost_ = false;  // there are suspects, or ranks without whole events
+    EngineLoad engine_;
+    Gate gate_;
+    std::vector<int> suspects_;
+    std::vector<std::pair<int, double>> lost_;
 };
 
 // One data-parallel rank.
@@ -106,18 +128,14 @@ struct Cache {
     }
 };
 
-// What every decision reads of every replica comes first, in as few cache lines as it takes.
-struct Replica {
+// What every decision reads of every replica comes first, in one cache line.
+struct alignas(64) Replica {
     std::shared_ptr<ReplicaLoad> load;
     std::shared_ptr<Conditions> conditions;
     double speed = 1.0;  // relative to others, when it has grown
-    std::vector<Cache> caches;  // one at least; several are ranks
-    // Set by the fleet:
-    u32 first_cache = 0;  // its number among those of the fleet
-    u32 name_crc = 0;
-    u32 place_by_name = 0;
-
     std::optional<i64> max_concurrent_requests;
+
+    std::vector<Cache> caches;  // one at least; several are ranks
     std::string id;
     std::optional<std::pair<std::string, int>> peer;  // its address for pulls from its memory
     std::vector<std::string> models;
@@ -127,9 +145,9 @@ struct Replica {
     bool is_suspect(int dp_rank) const { return conditions->is_suspect(dp_rank); }
     // Its first rank, or the only one.
     bool is_suspect() const {
-        return !conditions->suspects.empty() && is_suspect(caches.front().dp_rank);
+        return conditions->has_lost() && is_suspect(caches.front().dp_rank);
     }
-    double speed_at(double now) const { return speed * conditions->gate.speed(now); }
+    double speed_at(double now) const { return speed * conditions->speed(now); }
 
     // Returns why it cannot take a request. `under_way`: its load. `is_new`: the request can wait for
     // room; one that failed elsewhere has waited.
@@ -146,6 +164,9 @@ public:
     u64 version() const { return version_; }
     std::size_t size() const { return replicas_.size(); }
     const Replica& operator[](u32 number) const { return replicas_[number]; }
+    bool has_ranks() const { return has_ranks_; }  // some replica
+    u32 name_crc(u32 number) const { return name_crcs_[number]; }
+    u32 place_by_name(u32 number) const { return places_by_name_[number]; }
     // Returns all replicas.
     std::span<const u32> numbers() const { return numbers_; }
     // Returns those that serve a model or an adapter by this name, in any state.
@@ -153,9 +174,16 @@ public:
     // Returns `kNone` where there is none of this id.
     u32 number_of(std::string_view id) const;
 
+    // Caches have numbers, too: those of one replica follow each other.
     std::size_t caches() const { return caches_.size(); }
+    u32 first_cache(u32 replica) const { return first_caches_[replica]; }
+    u32 end_of_caches(u32 replica) const { return first_caches_[replica + 1]; }
     const Cache& cache(u32 number) const { return *caches_[number]; }
     CacheId cache_id(u32 number) const { return cache_ids_[number]; }
+    SourceNumber source_in(const SharedIndex* index, u32 cache) const {
+        const FirstSource& first = first_sources_[cache];
+        return first.index == index ? first.number : caches_[cache]->source_in(index);
+    }
     // Returns a cache's number by its id; `kNone`: it is not of this fleet.
     u32 cache_number(CacheId id) const {
         return id < cache_numbers_.size() ? cache_numbers_[id] : kNone;
@@ -168,14 +196,25 @@ private:
     template <class Value>
     using ByName = std::unordered_map<std::string, Value, Hash, std::equal_to<>>;
 
+    struct FirstSource {
+        const SharedIndex* index = nullptr;
+        SourceNumber number = kNone;
+    };
+
     void number_caches();
     void sort_names();
 
     u64 version_;
+    bool has_ranks_ = false;
     std::vector<Replica> replicas_;
-    std::vector<u32> numbers_;
+    // By replica:
+    std::vector<u32> numbers_, name_crcs_, places_by_name_;
+    std::vector<u32> first_caches_;  // and one more, the end of the last one's
+    // By cache:
     std::vector<const Cache*> caches_;
-    std::vector<CacheId> cache_ids_;  // of these
+    std::vector<CacheId> cache_ids_;
+    std::vector<FirstSource> first_sources_;  // of several, the one that was named first
+
     std::vector<u32> cache_numbers_;  // by id
     ByName<u32> by_id_;
     ByName<std::vector<u32>> serving_;

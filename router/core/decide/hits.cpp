@@ -16,15 +16,13 @@ void FleetHits::match(const Fleet& fleet, std::span<const u32> replicas, SharedI
     const bool has_shares = !index.hits.shares.empty();
     if (has_shares) cache_of_slot_.assign(hits.size(), kNone);
     for (const u32 number : replicas) {
-        u32 cache = fleet[number].first_cache;
-        for (const Cache& each : fleet[number].caches) {
-            const u32 slot = index.slot_of(each.source_in(&index));
-            if (slot < hits.size()) {
-                const Hit& hit = hits[slot];
-                add(cache, {hit.gpu, hit.total, is_only_one ? i64{hit.run} - hit.gpu : 0, 0});
-                if (has_shares) cache_of_slot_[slot] = cache;
-            }
-            cache += 1;
+        const u32 end = fleet.end_of_caches(number);
+        for (u32 cache = fleet.first_cache(number); cache < end; ++cache) {
+            const u32 slot = index.slot_of(fleet.source_in(&index, cache));
+            if (slot >= hits.size()) continue;
+            const Hit& hit = hits[slot];
+            add(cache, {hit.gpu, hit.total, is_only_one ? i64{hit.run} - hit.gpu : 0, 0});
+            if (has_shares) cache_of_slot_[slot] = cache;
         }
     }
     if (has_shares) add_shares(index);

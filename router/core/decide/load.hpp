@@ -35,7 +35,7 @@ struct Load {
 };
 
 // One replica's load. It lives as long as a fleet, a request or a report of others refers to it.
-class ReplicaLoad {
+class alignas(64) ReplicaLoad {
 public:
     struct OfRank {
         int dp_rank = 0;
@@ -64,9 +64,9 @@ private:
     OfRank& at(int dp_rank);
     void drop_if_empty(int dp_rank);
 
-    std::string id_;
     Load own_, others_;
     std::vector<OfRank> ranks_;
+    std::string id_;
 };
 
 // A replica, or one of its ranks, and what another router or worker has in flight there.

@@ -103,8 +103,8 @@ bool Tie::is_less(const Candidates& candidates, const Fleet& fleet, u32 left, u3
         }
         case By::home: {
             constexpr u64 kOdd = 0x9E3779B97F4A7C15;
-            const u64 drawn = (fleet[one.replica].name_crc ^ key) * kOdd;
-            const u64 others = (fleet[other.replica].name_crc ^ key) * kOdd;
+            const u64 drawn = (fleet.name_crc(one.replica) ^ key) * kOdd;
+            const u64 others = (fleet.name_crc(other.replica) ^ key) * kOdd;
             if (drawn != others) return drawn < others;
             [[fallthrough]];
         }
@@ -199,8 +199,8 @@ void Policy::in_turn(const Wanted& asked, const Candidates& candidates, const Fl
     numbers_.resize(count);
     std::iota(numbers_.begin(), numbers_.end(), u32{0});
     std::sort(numbers_.begin(), numbers_.end(), [&](u32 left, u32 right) {
-        return fleet[candidates.states[left].replica].place_by_name <
-               fleet[candidates.states[right].replica].place_by_name;
+        return fleet.place_by_name(candidates.states[left].replica) <
+               fleet.place_by_name(candidates.states[right].replica);
     });
     const u64 start = turns_.next(asked.model) % count;
     out.costs.resize(count);

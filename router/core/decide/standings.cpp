@@ -55,9 +55,10 @@ void Decider::fill(const Wanted& asked, const Question& question, Scratch& scrat
     Candidates& out = is_able ? scratch.ranking.able : scratch.ranking.unable;
     scratch.caches_.clear();
     for (const State& state : out.states) {
-        scratch.caches_.push_back((*question.fleet)[state.replica].first_cache);
+        scratch.caches_.push_back(question.fleet->first_cache(state.replica));
     }
     add_what_is_known(asked, question, scratch, out);
+    if (!question.fleet->has_ranks()) return;
     for (u32 place = 0; place < out.size(); ++place) {
         if ((*question.fleet)[out.states[place].replica].has_ranks()) {
             put_best_rank(asked, question, scratch, place, out);
@@ -101,7 +102,8 @@ void Decider::put_outlooks(const Question& question, const Scratch& scratch,
     mirror::Mirror& mirror = *books_.mirror;
     for (u32 number = 0; number < out.size(); ++number) {
         const CacheId cache = question.fleet->cache_id(scratch.caches_[number]);
-        const auto& engine = (*question.fleet)[out.states[number].replica].conditions->engine;
+        const EngineLoad* engine =
+            (*question.fleet)[out.states[number].replica].conditions->engine();
         const std::optional<u64> blocks =
             engine ? std::optional<u64>(engine->cache_blocks) : std::nullopt;
         out.outlooks[number] = {mirror.outlook(question.in_mirror, cache, blocks, question.now),
@@ -141,11 +143,11 @@ void Decider::put_estimates(const Wanted& asked, const Question& question, const
     for (u32 number = 0; number < out.size(); ++number) {
         State& state = out.states[number];
         const Conditions& conditions = *(*question.fleet)[state.replica].conditions;
-        if (conditions.lost.empty()) continue;
+        if (!conditions.has_lost()) continue;
         const Cache& cache = question.fleet->cache(scratch.caches_[number]);
         const std::optional<double> lost_since = conditions.lost_since(cache.dp_rank);
         if (!lost_since || books_.estimates->waits(*lost_since, question.now)) continue;
-        const auto& engine = conditions.engine;
+        const EngineLoad* engine = conditions.engine();
         const auto known = books_.estimates->stand_in(
             cache.id, lost_since, engine ? engine->cache_tokens : std::nullopt, question.now);
         if (known == nullptr) continue;
@@ -184,7 +186,7 @@ void Decider::put_best_rank(const Wanted& asked, const Question& question, Scrat
         if (has_wanted && wanted != dp_rank) continue;
         ranks.states.push_back(
             state_of_rank(replica, number, dp_rank, scratch.rank_loads_[at], question));
-        scratch.caches_.push_back(replica.first_cache + at);
+        scratch.caches_.push_back(question.fleet->first_cache(number) + at);
     }
     add_what_is_known(asked, question, scratch, ranks);
     const u32 best = best_rank(asked, question, scratch);

@@ -58,15 +58,15 @@ struct Visit;
 // The time after which a request sent to a cache counts 1/e in its rates.
 constexpr double kFadeS = 30.0;
 
-struct Cache {
+struct alignas(64) Cache {
     Cache(CacheId id, IndexedCache in_index, const FirstPrices& first_prices, double now)
         : id(id), index(std::move(in_index)), since(now), work(kFadeS, now), arrivals(kFadeS, now),
           prices(first_prices), removals(index.removals()),
           had_content(index.blocks_held() > 0) {}
 
     // Every decision reads these of every cache.
-    std::optional<Outlook> outlook;  // the last one returned; nothing: something has happened since
     double outlook_until = 0.0;
+    std::optional<Outlook> outlook;  // the last one returned; nothing: something has happened since
     std::vector<Visit*> prefilling;  // in the order of their arrival
     double first_since = 0.0;        // since when the first of these has been the first
 

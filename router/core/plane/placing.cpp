@@ -278,7 +278,7 @@ std::optional<Reservable> Placing::reserve(const Question& question) {
     const bool is_changed = by == OrderedBy::field || by == OrderedBy::negated_field;
     if (!served.names[replica].empty() || is_changed) return std::nullopt;  // its body would change
     Reservable made;
-    made.is_probe = choice->replica->conditions->gate.open_until.has_value();
+    made.is_probe = choice->replica->conditions->has_breaker_open();
     Prediction prediction = predicted(*choice, *read);
     auto booking = book(question, *read, *choice, prediction, nullptr);
     prediction.expected_tokens = booking->expected_tokens();

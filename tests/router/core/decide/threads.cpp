@@ -82,9 +82,8 @@ void change_all(World& world, const std::atomic<bool>& is_done) {
         Conditions& conditions = *world.conditions[version % kReplicas];
         conditions.is_healthy = version % 5 != 0;
         conditions.is_draining = version % 7 == 0;
-        conditions.engine = EngineLoad{static_cast<double>(version % 20), 1, 2, {}, 100, 1600};
-        conditions.suspects.assign(version % 2, 0);
-        conditions.lost.assign(version % 2, {0, 0.0});
+        conditions.set_engine({static_cast<double>(version % 20), 1, 2, {}, 100, 1600});
+        conditions.set_lost(std::vector<int>(version % 2, 0), {version % 2, {0, 0.0}});
         world.fleet = world.made(version);
     }
 }

@@ -58,7 +58,7 @@ struct World {
         {
             std::lock_guard locked(books->mutex);
             for (u32 id = 0; id < kReplicas; ++id) {
-                (*fleet)[id].conditions->lost = {{0, has_lost_one && !id ? 1.0 : kAlways}};
+                (*fleet)[id].conditions->set_lost({}, {{0, has_lost_one && !id ? 1.0 : kAlways}});
             }
         }
         auto served = std::make_shared<Served>();
