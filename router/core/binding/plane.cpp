@@ -110,7 +110,7 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
     Forward made;
     made.to = std::make_shared<Server>(Server{std::move(origin), addresses_of(hosts, port),
                                               std::move(secure_host), text_of(authority),
-                                              text_of(base_path)});
+                                              text_of(base_path), {}});
     made.target = optional_text(target);
     for (nb::handle each : replaced) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
@@ -168,11 +168,10 @@ Forward way_of(nb::handle from) {
         Server{read<std::string>(from, "origin"),
                addresses_of(from.attr("hosts"), read<int>(from, "port")),
                read<std::string>(from, "secure_host"), text_of(from.attr("authority")),
-               text_of(from.attr("base_path"))});
+               text_of(from.attr("base_path")), fields_of(from.attr("reported"))});
     for (nb::handle each : from.attr("replaced")) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
     }
-    made.reported = fields_of(from.attr("reported"));
     std::tie(made.timeouts.connect_s, made.timeouts.first_byte_s, made.timeouts.idle_s) =
         read<std::tuple<double, double, double>>(from, "timeouts");
     made.shows_hit = read<bool>(from, "shows_hit");

@@ -44,13 +44,14 @@ nb::object block_hashes(const PromptHandle& handle, const std::string& algorithm
 
 nb::object pack_token_ids(nb::handle text) {
     const Buffer buffer(text);
-    std::optional<std::vector<u32>> numbers;
+    std::vector<u32> numbers;
+    bool are_numbers;
     {
         ReleasedIf released(buffer.bytes().size() > kLargeText);
-        numbers = token_ids_of_json(buffer.bytes());
+        are_numbers = token_ids_of_json(buffer.bytes(), numbers);
     }
-    if (!numbers) return nb::none();
-    return nb::bytes(numbers->data(), numbers->size() * sizeof(u32));
+    if (!are_numbers) return nb::none();
+    return nb::bytes(numbers.data(), numbers.size() * sizeof(u32));
 }
 
 }  // namespace

@@ -2,21 +2,21 @@
 
 namespace kvroute {
 
-std::optional<std::vector<u32>> token_ids_of_json(std::span<const u8> text) {
+bool token_ids_of_json(std::span<const u8> text, std::vector<u32>& numbers) {
     const u8* at = text.data();
     const u8* const end = at + text.size();
     const auto skip_space = [&] {
         while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) ++at;
     };
-    std::vector<u32> numbers;
+    numbers.clear();
     skip_space();
-    if (at == end || *at++ != '[') return std::nullopt;
+    if (at == end || *at++ != '[') return false;
     numbers.reserve(text.size() / 4);
     skip_space();
     if (at < end && *at == ']') {
         ++at;
         skip_space();
-        return at == end ? std::optional(std::move(numbers)) : std::nullopt;
+        return at == end;
     }
     for (;;) {
         skip_space();
@@ -26,15 +26,15 @@ std::optional<std::vector<u32>> token_ids_of_json(std::span<const u8> text) {
             value = value * 10 + (*at++ - '0');
         }
         const bool has_leading_zero = at - first > 1 && *first == '0';
-        if (at == first || value > 0xFFFFFFFF || has_leading_zero) return std::nullopt;
+        if (at == first || value > 0xFFFFFFFF || has_leading_zero) return false;
         numbers.push_back(static_cast<u32>(value));
         skip_space();
-        if (at == end) return std::nullopt;
+        if (at == end) return false;
         const u8 next = *at++;
         if (next == ',') continue;
-        if (next != ']') return std::nullopt;
+        if (next != ']') return false;
         skip_space();
-        return at == end ? std::optional(std::move(numbers)) : std::nullopt;
+        return at == end;
     }
 }
 

@@ -93,7 +93,7 @@ const std::string& Matcher::name_of_share(u32 slot, u32 share) const {
     return of.tiers[share].name;
 }
 
-std::vector<Prompt::Step> Matcher::steps() {
+const std::vector<Prompt::Step>& Matcher::steps() {
     if (version_ != index_.version()) find_lanes();
     return steps_;
 }

@@ -32,7 +32,7 @@ public:
     const std::string& name_of_share(u32 slot, u32 share) const;
 
     // Returns those of all sources, each once.
-    std::vector<Prompt::Step> steps();
+    const std::vector<Prompt::Step>& steps();
 
 private:
     void find_lanes();

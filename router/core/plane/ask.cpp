@@ -29,6 +29,8 @@ constexpr std::array kOfGateways = {
     sv("replica"), sv("worker_id"),
 };
 
+constexpr std::size_t kUsualTokens = 1 << 16;  // memory for so many is kept for the next prompt
+
 }  // namespace
 
 bool is_reservation_id(sv text) {
@@ -53,10 +55,11 @@ std::optional<Ask> read_ask(sv body, Form form) {
         if (name == "prompt" || (is_question && name == "token_ids")) {
             sv list;
             if (std::exchange(has_prompt, true) || !walk.plain_list(list)) return false;
-            auto ids = token_ids_of_json({reinterpret_cast<const u8*>(list.data()), list.size()});
-            if (!ids || ids->empty()) return false;
-            ids->shrink_to_fit();  // who keeps the prompt keeps them
-            ask.tokens = std::make_shared<std::vector<u32>>(std::move(*ids));
+            thread_local std::vector<u32> ids;
+            const std::span bytes{reinterpret_cast<const u8*>(list.data()), list.size()};
+            if (!token_ids_of_json(bytes, ids) || ids.empty()) return false;
+            ask.tokens = std::make_shared<std::vector<u32>>(ids);  // no longer than they are
+            if (ids.capacity() > kUsualTokens) ids = {};
             ask.is_completion = name == "prompt";
             return true;
         }

@@ -22,6 +22,11 @@ constexpr sv kControlClient = "x-kvroute-client";
 bool has_content(sv method) { return method == "POST" || method == "PUT" || method == "PATCH"; }
 bool is_without_body(int status) { return status == 204 || status == 304; }
 
+bool is_named(sv name, const Fields& fields) {
+    return std::any_of(fields.begin(), fields.end(),
+                       [&](const auto& each) { return http::same_name(name, each.first); });
+}
+
 std::optional<u32> retry_after_of(const http::ResponseHead& head) {
     const sv text = head.find("retry-after");
     u32 seconds = 0;
@@ -216,13 +221,13 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         const bool is_length = http::same_name(field.name, "content-length");
         // A 304 may carry the length of the body it leaves out.
         if (is_length && is_without_body(head.status)) continue;
-        const bool is_replaced =
-            std::any_of(forward_.reported.begin(), forward_.reported.end(),
-                        [&](const auto& each) { return http::same_name(field.name, each.first); });
-        if (is_replaced) continue;
+        if (is_named(field.name, forward_.to->reported) || is_named(field.name, forward_.reported)) {
+            continue;
+        }
         has_length |= is_length;
         http::append_field(out, field.name, field.value);
     }
+    for (const auto& [name, value] : forward_.to->reported) http::append_field(out, name, value);
     for (const auto& [name, value] : forward_.reported) http::append_field(out, name, value);
     append_framing(out, has_length || is_without_body(head.status), head.length, false);
     is_event_stream_ = takes_events(head);
@@ -448,11 +453,14 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 
 void Client::settle(Ended ended) {
     const bool was_alone = booking_->ended(has_begun_, clock_now());
-    std::shared_ptr<Booking> booking = std::move(booking_);
-    if (!prediction_.is_estimate()) booking.reset();  // else it waits for the engine's usage
-    if (booking == nullptr && is_summed(ended, was_alone)) return;
+    std::unique_ptr<Booking> booking = std::move(booking_);
+    if (!prediction_.is_estimate() && is_summed(ended, was_alone)) {
+        usage_.reuse(std::move(ended));
+        return;
+    }
     Settled settled = so_far();
-    settled.booking = std::move(booking);
+    // An estimate waits for the engine's usage.
+    if (prediction_.is_estimate()) settled.booking = std::move(booking);
     settled.was_alone = was_alone;
     ended.events += events_;
     settled.ended = std::move(ended);

@@ -115,13 +115,11 @@ std::string given_or_new(std::string_view id) {
     return id.empty() || id.size() > kMostRequestId ? new_request_id() : std::string(id);
 }
 
-constexpr std::size_t kMostFields = 4;  // that are added to an attempt or a response
-
 // Adds the header fields that the engine and the client get with this request.
 void add_fields(Forward& forward, const Question& question, const std::string& request_id,
           std::optional<int> dp_rank, const Prediction& prediction) {
-    forward.added.reserve(forward.added.size() + kMostFields);
-    forward.reported.reserve(forward.reported.size() + kMostFields);
+    forward.added.reserve(3);
+    forward.reported.reserve(forward.reported.size() + (forward.shows_hit ? 3 : 1));
     if (dp_rank) forward.replaced.emplace_back("x-data-parallel-rank", std::to_string(*dp_rank));
     forward.added.emplace_back("x-forwarded-for", question.forwarded_for);
     forward.added.emplace_back("x-forwarded-proto", question.forwarded_proto);
@@ -162,7 +160,7 @@ std::optional<std::vector<GroupHit>> groups_at(SharedIndex& index, SourceNumber 
 
 // Computes the whole prompt's keys at every step that lookups use, with no mutex held.
 void hash(Prompt& prompt, SharedIndex& index) {
-    std::vector<Prompt::Step> steps;
+    thread_local std::vector<Prompt::Step> steps;
     {
         std::lock_guard locked(index.mutex);
         steps = index.matcher.steps();

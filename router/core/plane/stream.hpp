@@ -44,6 +44,8 @@ public:
     u64 take_events();
     // Moves what was kept into `ended`.
     void finish(Ended& ended);
+    // Gives that memory back for the next response.
+    void reuse(Ended&& ended) { rest_ = std::move(ended.usage); }
 
 private:
     void feed_lines(std::string_view piece);

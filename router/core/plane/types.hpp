@@ -59,6 +59,7 @@ struct Server {
     std::string secure_host;  // TLS, to a server whose certificate has this name; empty: none
     std::string authority;    // the Host header; empty: the client's own
     std::string base_path;    // prepended to the target
+    Fields reported;          // in its responses, in place of its own
 };
 
 // One attempt: where the request goes, and what is changed on its way there and back.
@@ -67,7 +68,7 @@ struct Forward {
     std::optional<std::string> target;  // in place of the client's
     std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // nothing: removed
     Fields added;             // after the client's
-    Fields reported;          // in the response, in place of the replica's
+    Fields reported;          // in the response, in place of the replica's, besides the server's
     std::optional<std::string> body;  // in place of the client's
     Timeouts timeouts;
     bool may_reuse = true;       // may use a kept connection
