@@ -1,7 +1,5 @@
 #include "index/prompt.hpp"
 
-#include <algorithm>
-
 namespace kvroute {
 
 std::span<const u64> Prompt::keys(const KeySpace& space, Step step) {
@@ -18,38 +16,35 @@ Keys Prompt::shared_prefix_keys(const KeySpace& space, u64 step) {
     std::lock_guard locked(mutex_);
     if (const Made* known = find({step, 0}, true)) return known->keys;
     Keys keys = every(space, step);
-    made_.push_back({{step, 0}, true, keys});
+    made_.add({{step, 0}, true, keys});
     return keys;
 }
 
-std::shared_ptr<Prompt> Prompt::without_tokens() const {
-    std::shared_ptr<Prompt> made(new Prompt);
-    made->length_ = length_;
-    std::lock_guard locked(mutex_);
-    made->made_ = made_;
-    return made;
+Prompt::Prompt(WithoutTokens, const Prompt& whole) : length_(whole.length_) {
+    std::lock_guard locked(whole.mutex_);
+    made_ = whole.made_;
 }
 
 const Prompt::Made* Prompt::find(Step step, bool is_of_prefixes) const {
-    const auto found = std::find_if(made_.begin(), made_.end(), [&](const Made& each) {
-        return each.step == step && each.is_of_prefixes == is_of_prefixes;
+    const Made* found = nullptr;
+    made_.each([&](const Made& each) {
+        if (each.step == step && each.is_of_prefixes == is_of_prefixes) found = &each;
     });
-    return found == made_.end() ? nullptr : &*found;
+    return found;
 }
 
 const Keys& Prompt::keys_at(const KeySpace& space, Step step) {
     if (const Made* known = find(step, false)) return known->keys;
-    made_.push_back({step, false, computed(space, step)});
-    return made_.back().keys;
+    return made_.add({step, false, computed(space, step)}).keys;
 }
 
 Keys Prompt::every(const KeySpace& space, u64 step) {
     const Made* finest = nullptr;
-    for (const Made& each : made_) {
+    made_.each([&](const Made& each) {
         const Step finer = each.step;
         const bool is_fit = !each.is_of_prefixes && !finer.lookahead && step % finer.tokens == 0;
         if (is_fit && (!finest || finer < finest->step)) finest = &each;
-    }
+    });
     if (!finest || length_ < step) return keys_at(space, {step, 0});
     if (finest->step.tokens == step) return finest->keys;
     const std::span<const u64> keys = finest->keys.span;

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "index/few.hpp"
 #include "index/marks.hpp"
 
 namespace kvroute {
@@ -35,6 +36,8 @@ struct Keys {
 using SharedTokens = std::shared_ptr<const std::vector<u32>>;
 
 class Prompt {
+    struct WithoutTokens {};
+
 public:
     struct Step {
         u64 tokens = 1;     // from one key to the next
@@ -45,11 +48,12 @@ public:
     Prompt(SharedTokens tokens, std::optional<std::string> lora,
            std::optional<std::string> salt, std::vector<u8> extra_keys)
         : length_(tokens->size()), tokens_(std::move(tokens)) {
-        made_.reserve(kUsualSteps);
         if (!lora && !salt && extra_keys.empty()) return;
         besides_ = std::make_unique<Besides>(
             Besides{std::move(lora), std::move(salt), std::move(extra_keys)});
     }
+
+    Prompt(WithoutTokens, const Prompt& whole);
 
     u64 length() const { return length_; }
     // Returns them, or none where only keys are left.
@@ -77,7 +81,9 @@ public:
 
     // Returns the same without its tokens, for those that keep it long: it has the keys that were
     // computed so far, and none at other steps.
-    std::shared_ptr<Prompt> without_tokens() const;
+    std::shared_ptr<Prompt> without_tokens() const {
+        return std::make_shared<Prompt>(WithoutTokens(), *this);
+    }
 
 private:
     static constexpr std::size_t kUsualSteps = 2;
@@ -93,8 +99,6 @@ private:
         Keys keys;
     };
 
-    Prompt() = default;
-
     // The caller holds the mutex.
     const Made* find(Step step, bool is_of_prefixes) const;
     const Keys& keys_at(const KeySpace& space, Step step);
@@ -106,7 +110,7 @@ private:
     SharedTokens tokens_;  // null: only keys are left
     std::unique_ptr<const Besides> besides_;  // what keys cover besides tokens; null: nothing
     mutable std::mutex mutex_;  // guards the keys
-    std::vector<Made> made_;
+    Few<Made, kUsualSteps> made_;
 };
 
 }  // namespace kvroute
