@@ -14,6 +14,7 @@ import msgspec
 from pydantic import ValidationError
 
 from kvevents.listener import LISTENED_TO
+from kvevents.pacing import Backoff
 from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
 from router.config.document import problems_in
 from router.config.origin import Origin, in_url
@@ -26,7 +27,7 @@ from router.fleet.discovery.kubernetes_api import (
     KubernetesError,
     Metadata,
 )
-from router.fleet.discovery.provider import MAX_RETRY_S, ProviderListener
+from router.fleet.discovery.provider import FIRST_RETRY_S, MAX_RETRY_S, ProviderListener
 
 ANNOTATION = "kvroute.io/replica"
 ROLE_LABEL = "llm-d.ai/role"
@@ -218,7 +219,7 @@ class KubernetesProvider:
         listener: ProviderListener,
     ) -> None:
         path = f"/api/v1/namespaces/{namespace}/pods"
-        pods = Collection(api, path, {"labelSelector": selector}, _Pod)
+        pods = Collection(api, path, {"labelSelector": selector}, _Pod, _retry())
 
         def report() -> None:
             places = filter(None, (self._place(pod, ports) for pod in pods.objects.values()))
@@ -231,7 +232,7 @@ class KubernetesProvider:
     ) -> None:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         selector = f"kubernetes.io/service-name={self._config.service}"
-        slices = Collection(api, path, {"labelSelector": selector}, _EndpointSlice)
+        slices = Collection(api, path, {"labelSelector": selector}, _EndpointSlice, _retry())
 
         def report() -> None:
             places = (place for each in slices.objects.values() for place in self._places(each))
@@ -244,7 +245,8 @@ class KubernetesProvider:
     ) -> None:
         path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
         name = self._config.pool or ""
-        pools = Collection(api, path, {"fieldSelector": f"metadata.name={name}"}, _Pool)
+        selector = {"fieldSelector": f"metadata.name={name}"}
+        pools = Collection(api, path, selector, _Pool, _retry())
         followed: _Pool | None = None
         pods: asyncio.Task[None] | None = None
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -369,6 +371,11 @@ class KubernetesProvider:
                 id=f"{self._config.id_prefix}{place.name}{suffix}",
                 **given,
             )
+
+
+def _retry() -> Backoff:
+    """Return the delays after failures of one collection."""
+    return Backoff(FIRST_RETRY_S, MAX_RETRY_S)
 
 
 def _pass_on(task: asyncio.Task[None], ended: asyncio.Future[None]) -> None:

@@ -22,7 +22,6 @@ from router.config.origin import Header, Origin, Timeouts
 from router.errors import RouterError
 from router.fleet.client import UpstreamClient, UpstreamResponse
 from router.fleet.client_errors import FirstByteTimeout, IdleTimeout, UpstreamError
-from router.fleet.discovery.provider import FIRST_RETRY_S, MAX_RETRY_S
 
 PAGE_OBJECTS = 500
 MAX_PAGE_BYTES = 64 * 1024 * 1024
@@ -224,14 +223,19 @@ class Collection(Generic[T]):
     """The objects of a collection, kept true by a list and watches."""
 
     def __init__(
-        self, api: KubernetesApi, path: str, selector: Mapping[str, str], kind: type[T]
+        self,
+        api: KubernetesApi,
+        path: str,
+        selector: Mapping[str, str],
+        kind: type[T],
+        retry: Backoff,
     ) -> None:
         self._api = api
         self._path = path
         self._selector = selector
         self._kind = kind
         self._version = ""
-        self._retry = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        self._retry = retry
         self.objects: dict[str, T] = {}
         """The objects, by name."""
         self.unreadable: dict[str, str] = {}
