@@ -37,7 +37,7 @@ class SnapshotKeeper:
     async def save(self) -> None:
         """Write a snapshot now; a failure is logged and counted, and the old one stays."""
         try:
-            pieces = [piece async for piece in pieces_of(self._feed)]
+            pieces = [piece async for piece in pieces_of(self._feed.sources(), self._feed.save)]
             self.saved_bytes = await asyncio.to_thread(_write, pieces, self._directory)
             self.saved += 1
         except OSError as error:

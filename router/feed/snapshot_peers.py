@@ -187,7 +187,7 @@ class Sender:
         seal = _seal(self.secret)
         self._under_way += 1
         try:
-            async for piece in pieces_of(self.feed):
+            async for piece in pieces_of(self.feed.sources(), self.feed.save):
                 left -= len(piece)
                 if left < 0:
                     return

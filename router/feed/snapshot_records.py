@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,6 @@ import msgspec
 from kvevents.errors import UNREADABLE
 from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
-from router.feed.feed import Feed
 from router.feed.source_feed import SavedSource
 from router.index.base import SourceId
 from router.index.dump import FrameWriter, read_frames
@@ -54,23 +53,26 @@ class IndexSnapshot(NamedTuple):
     """The sources, by model."""
 
 
-async def pieces_of(feed: Feed) -> AsyncIterator[bytes]:
+async def pieces_of(
+    sources: Iterable[SourceId],
+    save: Callable[[SourceId], tuple[SavedSource, list[bytes]] | None],
+) -> AsyncIterator[bytes]:
     """A snapshot of all sources that are whole, in pieces to be written one after the other. Other
-    work goes on between two sources."""
+    work goes on between two sources.
+
+    Args:
+        save: Exports a source and its blocks; returns None where it is not whole.
+    """
     writer = FrameWriter(_MAGIC, VERSION)
     head = msgspec.msgpack.encode(SavedHead(time.time(), fingerprint_seed() or 0))
     yield writer.head + writer.framed(head) + head
-    for source in feed.sources():
-        record = _record_of(feed, source)
-        if record is not None:
+    for source in sources:
+        found = save(source)
+        if found is not None:
+            record = msgspec.msgpack.encode(SnapshotSource(*found))
             yield await asyncio.to_thread(writer.framed, record)
             yield record
     yield writer.framed(b"")
-
-
-def _record_of(feed: Feed, source: SourceId) -> bytes | None:
-    found = feed.save(source)
-    return None if found is None else msgspec.msgpack.encode(SnapshotSource(*found))
 
 
 def read(
