@@ -337,7 +337,7 @@ class RouterService(RouterParts):
             self.recent,
             self.registry,
             self.repair.quiet,
-            self.models,
+            self.models.get,
             self.key_limits,
         )
         exchange = BoardExchange(board, sharing.collect, sharing.take)

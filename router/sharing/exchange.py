@@ -30,7 +30,7 @@ from router.fleet.types import Health
 from router.index.base import SourceId, pack_keys, unpack_keys
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Prefilling
-from router.routing.models import ModelSet
+from router.routing.model import Model
 from router.routing.recent_prefixes import RecentPrefixes
 from router.sharing.board import MOST_DELAY_S, Board
 from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitting
@@ -54,8 +54,8 @@ class Sharing:
     registry: ReplicaRegistry
     quiet: QuietMoments
     """The moments with one request at a replica."""
-    models: ModelSet
-    """Their indexes read the keys of prefixes."""
+    model_of: Callable[[str], Model | None]
+    """Returns a model by its name: its index reads the keys of prefixes."""
     keys: KeyLimits
     """The usage of limited keys."""
     clock: Callable[[], float] = time.monotonic
@@ -113,7 +113,7 @@ class Sharing:
             if before.queued_tokens == each.queued_tokens:
                 return before
             return msgspec.structs.replace(before, queued_tokens=each.queued_tokens)
-        model = self.models.get(each.model)
+        model = self.model_of(each.model)
         return SharedPrefix(
             each.number,
             each.model,
@@ -174,7 +174,7 @@ class Sharing:
         return list(self._known.values())
 
     def _received(self, prefix: SharedPrefix) -> Prefilling | None:
-        model = self.models.get(prefix.model)
+        model = self.model_of(prefix.model)
         if model is None or prefix.replica not in self.registry or not prefix.keys:
             return None
         if prefix.key_space != model.index.key_space:

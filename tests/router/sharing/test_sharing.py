@@ -60,7 +60,7 @@ class Party:
             self.recent,
             self.registry,
             self.quiet,
-            self.models,
+            self.models.get,
             self.keys,
         )
 
