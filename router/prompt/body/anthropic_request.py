@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.prompt.body.json_fields import object_list, optional_object
-from router.prompt.body.openai_request import template_arguments
+from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import anthropic_tools
 from router.prompt.endpoints import BILLING_HEADER
 from router.prompt.errors import RequestBodyError, describe

@@ -8,20 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.prompt.body.json_fields import (
-    check_shape,
     is_true,
     object_list,
     optional_object,
     optional_text,
 )
+from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import chat_tools, responses_tools
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
-# vLLM takes these values in template arguments as "not given".
-_UNSET = (None, "auto")
 _UNFINISHED = ("in_progress", "incomplete")
 
 
@@ -110,26 +108,6 @@ def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
     if documents is None:
         return None
     return object_list(documents, "$.documents", limits)
-
-
-def template_arguments(
-    fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object
-) -> dict[str, Any]:
-    """Return the variables that a request adds to its chat template.
-
-    Args:
-        fields: The decoded body; its `chat_template_kwargs` come first.
-        reasoning_effort: The request's, from which the engine derives `enable_thinking`.
-    Raises:
-        RequestBodyError: `chat_template_kwargs` is not an object, or is too large.
-    """
-    given = optional_object(fields, "chat_template_kwargs", "$") or {}
-    check_shape(given, "$.chat_template_kwargs", limits)
-    arguments = dict(given)
-    if isinstance(reasoning_effort, str) and reasoning_effort != "auto":
-        arguments["reasoning_effort"] = reasoning_effort
-        arguments.setdefault("enable_thinking", reasoning_effort != "none")
-    return {name: value for name, value in arguments.items() if value not in _UNSET}
 
 
 # --- /v1/responses --------------------------------------------------------------------------------
