@@ -21,6 +21,7 @@ from router.config.schema import RouterConfig
 from router.doors.http.access import Guard, Key, tenant_salt, terms_of
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
+from router.doors.http.history_views import HistoryView, history_view
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
     NOT_ROUTED,
@@ -43,7 +44,7 @@ from router.doors.http.request_bodies import (
     ResponsesRequest,
     TokenIdsRequest,
 )
-from router.doors.http.request_views import HistoryView, RequestsView, history_view, requests_view
+from router.doors.http.request_views import RequestsView, requests_view
 from router.doors.http.route_views import RouteView
 from router.doors.http.views import RemovedReplica, StatusView
 from router.doors.reservations import Reservations
