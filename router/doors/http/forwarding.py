@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from router.config.origin import Header, Timeouts
 from router.config.server import ServerConfig
-from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.networks import Networks
 from router.doors.http.proxied_paths import dialect_of
 from router.doors.names import SIDECAR_HEADERS
@@ -26,18 +25,20 @@ _FORWARDING = (
 class Forwarding:
     """Makes the requests that replicas get."""
 
-    def __init__(self, server: ServerConfig, guard: Guard, owns_priority: bool) -> None:
+    def __init__(
+        self, server: ServerConfig, key_headers: Sequence[bytes], owns_priority: bool
+    ) -> None:
         """
         Args:
             server: Timeouts, and the proxies whose `x-forwarded-*` are forwarded.
-            guard: Knows whether clients need a key, which replicas must not see.
+            key_headers: The headers with the router's own key, which replicas must not see.
             owns_priority: True if the router decides the order of requests at engines.
         """
         self.trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
-        self.dropped = _dropped_headers(server, guard, owns_priority)
+        self.dropped = _dropped_headers(server, key_headers, owns_priority)
         times = server.timeouts
         self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
 
@@ -78,14 +79,15 @@ class Forwarding:
         return (b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)
 
 
-def _dropped_headers(server: ServerConfig, guard: Guard, owns_priority: bool) -> frozenset[bytes]:
+def _dropped_headers(
+    server: ServerConfig, key_headers: Sequence[bytes], owns_priority: bool
+) -> frozenset[bytes]:
     """Return the client's headers that are not for replicas: the router writes its own, or none."""
     return frozenset(
         (
             *(b"x-request-id", TRACEPARENT, TRACESTATE),
             *_FORWARDING,
-            # The router's key is for the router only: replicas do not get to see it.
-            *(KEY_HEADERS if guard.needs_key("client") else ()),
+            *key_headers,
             *(() if server.trust_client_rank else (RANK_HEADER,)),
             *((PRIORITY_HEADER,) if owns_priority else ()),
             *SIDECAR_HEADERS,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
-from router.doors.http.access import Guard, Key, of_key, tenant_salt, terms_of
+from router.doors.http.access import KEY_HEADERS, Guard, Key, of_key, tenant_salt, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     announced_bytes,
@@ -86,7 +86,9 @@ class Gateway:
     def __init__(self, router: GatewayParts, guard: Guard, paths: ProxiedPaths) -> None:
         config = router.config
         self.router, self.server, self.guard = router, config.server, guard
-        self.forwarding = Forwarding(config.server, guard, router.dispatcher.owns_priority)
+        # The router's key is for the router only: replicas do not get to see it.
+        keys = KEY_HEADERS if guard.needs_key("client") else ()
+        self.forwarding = Forwarding(config.server, keys, config.owns_priority)
         self.engine_order = EngineOrder(config.overload)
         self.logs_access = config.observability.access_log
         self._paths = paths
