@@ -11,7 +11,7 @@ import msgspec
 from router.fleet.limits import KeyUsage
 from router.fleet.replica import IsEligible
 from router.prompt.endpoints import Endpoint
-from router.routing.terms import ResponseOwner, TenantSalt
+from router.routing.key_holders import ResponseOwner, TenantSalt
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,17 @@ The files; each imports only what is listed above it:
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response
+    key_holders.py         the salts and the responses of the holders of keys
     terms.py               what else is known of a request besides its body
     versions.py            which version of a model a request gets
     model.py               one model: names, index, hints
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
     question.py            one request, as replicas are ranked for it, and where it goes
-    known.py               the state that decisions read, and the requests in caches it follows
+    known.py               the state that decisions read
+    booking.py             one request where it is sent and in its cache, from there to its end
     fleets.py              updates the compiled core with the replicas and their state
     planner.py             hits, load and policy -> a ranking of replicas, which the core makes
-    booking.py             one request where it is sent, from there to its end
     prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's replicas, chosen again at each attempt

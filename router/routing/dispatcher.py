@@ -26,6 +26,7 @@ from router.prompt.limits import PromptLimits
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision
+from router.routing.key_holders import ResponseOwner, TenantSalt
 from router.routing.lengths import check_length, common_length
 from router.routing.model import Model
 from router.routing.models import ModelSet
@@ -33,7 +34,7 @@ from router.routing.planner import RoutePlanner, prepare
 from router.routing.prefill import PrefillPlanner, Serving
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
 from router.routing.stored_responses import StoredResponses
-from router.routing.terms import NO_TERMS, ResponseOwner, TenantSalt, Terms, among
+from router.routing.terms import NO_TERMS, Terms, among
 
 _Result = TypeVar("_Result")
 

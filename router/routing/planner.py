@@ -41,8 +41,9 @@ from router.policies.reasons import Why
 from router.policies.standings import Lower, Ranking, Standings
 from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 from router.prompt.prompts import TokenizedPrompt
+from router.routing.booking import CacheVisits
 from router.routing.fleets import FleetKeeper
-from router.routing.known import RECENT_STEP, CacheVisits, Known
+from router.routing.known import RECENT_STEP, Known
 from router.routing.question import RankQuestion
 
 MAX_MATCHED_PROMPTS = 64
@@ -81,7 +82,7 @@ class RoutePlanner:
         self._known = known
         self._clock = clock
         self._catch_up: Callable[[], None] | None = None
-        self.visits = CacheVisits(known, clock)
+        self.visits = CacheVisits(known.recent, RECENT_STEP, known.mirror, known.approximate, clock)
         self.ranker = Ranker(policy, known, weights or Weights(), random or Random())
         """Has the core decide."""
 

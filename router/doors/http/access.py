@@ -43,7 +43,8 @@ from router.errors import (
     UnknownPath,
 )
 from router.fleet.limits import KeyUsage
-from router.routing.terms import ResponseOwner, TenantSalt, Terms, session_in
+from router.routing.key_holders import ResponseOwner, TenantSalt
+from router.routing.terms import Terms, session_in
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,8 @@ from router.prompt.errors import RequestBodyError
 from router.routing.admission import Admission
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
-from router.routing.terms import NO_HEADERS, TenantSalt, Terms
+from router.routing.key_holders import TenantSalt
+from router.routing.terms import NO_HEADERS, Terms
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_observer import RequestObserver, RequestObservers
 from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer

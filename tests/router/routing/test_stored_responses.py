@@ -8,7 +8,7 @@ import pytest
 
 from router.errors import UnknownResponse
 from router.routing import stored_responses
-from router.routing.terms import ResponseOwner
+from router.routing.key_holders import ResponseOwner
 from tests.router.routing.test_dispatcher import Setting, setting
 
 __all__ = ["setting"]
