@@ -15,8 +15,8 @@ from router.errors import BadRequest, NoReplica, RequestError, UnknownReservatio
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.routing.admission import Admission
+from router.routing.deciding import Deciding
 from router.routing.decision import Decision
-from router.routing.dispatcher import Dispatcher
 from router.routing.terms import Terms
 from router.telemetry.request_observer import RequestObservers
 
@@ -30,7 +30,7 @@ _TOKEN_BYTES = 8
 class DeskParts(NamedTuple):
     """Holds the parts of a desk."""
 
-    dispatcher: Dispatcher
+    dispatcher: Deciding
     observers: RequestObservers
     admission: Admission
     entrance: Entrance | None

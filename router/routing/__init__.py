@@ -30,8 +30,7 @@ The files; each imports only what is listed above it:
     fading.py              a ratio in which the past fades
     branches.py            where prompts part, and whether sessions go on
     tails.py               where a new prompt will part from later ones
-    tenant.py              both, and which kinds of boundary pay, of one tenant's prompts
-    steering.py            the retention hints of a request, and what came of them
+    steering.py            the retention hints of a request by these, and what came of them
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response
@@ -49,5 +48,6 @@ The files; each imports only what is listed above it:
     prefill.py             does another replica compute the prompt, and which one?
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's replicas, chosen again at each attempt
+    deciding.py            what the doors ask of routing
     dispatcher.py          a request's body -> a decision
 """

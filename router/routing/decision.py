@@ -20,14 +20,13 @@ from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
 from router.prompt.body.priority import with_priority
 from router.prompt.body.pulling import with_source
-from router.prompt.body.retention import with_hints
+from router.prompt.body.retention import HintForm, with_hints
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
 from router.routing.model import Model
 from router.routing.question import Placement, RankQuestion, uncached_tokens
-from router.routing.steering import NO_HINTS, Hints
-from router.routing.tenant import ContinuationSign
+from router.routing.steering import NO_HINTS, ContinuationSign, Hints
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
@@ -277,7 +276,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         model, asked = self.model, self.asked
         if model is None or asked is None or len(self.prompts) != 1:
             return NO_HINTS
-        form = model.hint_form(self.replicas[first.replica_id])
+        form = hint_form(model, self.replicas[first.replica_id])
         if form is None or not form.is_read_at(asked.spec.endpoint):
             return NO_HINTS
         prompt = next(each for each in self.tokenized if each.token_ids)
@@ -345,7 +344,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _with_hints(self, body: bytes, replica: Replica, hints: Hints) -> bytes:
-        form = None if self.model is None else self.model.hint_form(replica)
+        form = None if self.model is None else hint_form(self.model, replica)
         if form is None or self.spec is None:
             return body
         return with_hints(body, self.spec.endpoint, form, *hints)
@@ -382,3 +381,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             if not self.replicas and self.prefillers:
                 reason = f"{len(self.prefillers)} of role prefill"
             raise NoReplica(self.model_name, reason, retry_after_s)
+
+
+def hint_form(model: Model, replica: Replica) -> HintForm | None:
+    """The form of retention hints to a replica; None if it gets none.
+
+    A replica takes hints if its `GET /server_info` or its event stream announces that.
+    """
+    if model.retention_hints == "never":
+        return None
+    if model.retention_hints == "auto" and not replica.server_info.retention_hints:
+        announced = model.index.announced(replica.cache)
+        if announced is None or not announced.retention_hints:
+            return None
+    return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE

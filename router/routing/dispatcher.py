@@ -25,7 +25,7 @@ from router.prompt.errors import ProcessEndedError, RequestBodyError
 from router.prompt.limits import PromptLimits
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
-from router.routing.decision import ANY_MODEL, Asked, Decision
+from router.routing.decision import ANY_MODEL, Asked, Decision, hint_form
 from router.routing.key_holders import ResponseOwner, TenantSalt
 from router.routing.lengths import check_length, common_length
 from router.routing.model import Model
@@ -214,7 +214,7 @@ class Dispatcher:
         if tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
             return
         serving = self._serving(model, lora_name).values()
-        tokenization.finds_ends = any(map(model.hint_form, serving))
+        tokenization.finds_ends = any(hint_form(model, replica) for replica in serving)
 
     def _is_served(self, name: str) -> bool:
         """Return whether some replica can take requests for a model."""

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from router.config.models import StoreConfig
-from router.fleet.replica import Replica
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
-from router.prompt.body.retention import HintForm
 from router.routing.steering import Steering
 
 
@@ -32,19 +30,6 @@ class Model:
     def names(self) -> tuple[str, ...]:
         """Every name under which replicas serve it."""
         return (self.name, *self.aliases)
-
-    def hint_form(self, replica: Replica) -> HintForm | None:
-        """The form of retention hints to a replica; None if it gets none.
-
-        A replica takes hints if its `GET /server_info` or its event stream announces that.
-        """
-        if self.retention_hints == "never":
-            return None
-        if self.retention_hints == "auto" and not replica.server_info.retention_hints:
-            announced = self.index.announced(replica.cache)
-            if announced is None or not announced.retention_hints:
-                return None
-        return HintForm.VLLM if replica.is_of("vllm") else HintForm.KVROUTE
 
     def hints_of(self, replica_id: str) -> LayoutHints:
         """Return the configuration of a replica's cache, and of the stores it shares."""

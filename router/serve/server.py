@@ -297,7 +297,11 @@ def _control_server(
     """The application behind the data plane, which takes clients once that listens at *path*."""
     config, guard = service.config, app.gateway.guard
     natives = native_decisions(
-        service, service.ranker, service.reservations.core, guard.clients_see_hits
+        service,
+        service.dispatcher,
+        service.ranker,
+        service.reservations.core,
+        guard.clients_see_hits,
     )
     check_key = functools.partial(guard.check, "client", {})
     preparation = Preparation(

@@ -239,7 +239,7 @@ class RouterService(RouterParts):
             weights=config.weights,
         )
         self.responses = StoredResponses(ReplicaResponses(self._upstream, config).has)
-        self.dispatcher = Dispatcher(
+        self.dispatcher: Dispatcher = Dispatcher(
             self.models,
             self.registry,
             planner,

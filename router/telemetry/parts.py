@@ -15,7 +15,7 @@ from router.fleet.registry import ReplicaRegistry
 from router.index.mirror import ApproximateCaches, Mirror
 from router.plane.relays import PlaneProxy
 from router.routing.admission import Admission
-from router.routing.dispatcher import Dispatcher
+from router.routing.deciding import Deciding
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import TokenizerCheck
@@ -41,7 +41,7 @@ class RouterParts:
 
     # Requests.
     admission: Admission
-    dispatcher: Dispatcher
+    dispatcher: Deciding
     models: ModelSet
     key_limits: KeyLimits
     entrance: Entrance | None

@@ -54,8 +54,8 @@ from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
 from router.routing.admission import Admission
+from router.routing.deciding import Deciding
 from router.routing.decision import Decision
-from router.routing.dispatcher import Dispatcher
 from router.routing.key_holders import TenantSalt
 from router.routing.terms import NO_HEADERS, Terms
 from router.telemetry.metrics import RouterMetrics
@@ -73,12 +73,14 @@ class GatewayParts(Protocol):
 
     config: RouterConfig
     admission: Admission
-    dispatcher: Dispatcher
     entrance: Entrance | None
     metrics: RouterMetrics
     observers: RequestObservers
     proxy: PlaneProxy
     tracer: Tracer | None
+
+    @property
+    def dispatcher(self) -> Deciding: ...
 
 
 class Gateway:

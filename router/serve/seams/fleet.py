@@ -37,6 +37,8 @@ from router.plane.data_plane import DataPlane
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.body.retention import HintForm
 from router.prompt.limits import PromptLimits
+from router.routing.decision import hint_form
+from router.routing.dispatcher import Dispatcher
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.model import Model
@@ -133,7 +135,12 @@ class NativeDecisions(ReplicaListener):
     """Keeps the core's picture of the fleet true. Belongs to one event loop."""
 
     def __init__(
-        self, parts: RouterParts, ranker: Ranker, reserved: CoreReservations, shows_hits: bool
+        self,
+        parts: RouterParts,
+        dispatcher: Dispatcher,
+        ranker: Ranker,
+        reserved: CoreReservations,
+        shows_hits: bool,
     ) -> None:
         """
         Args:
@@ -141,6 +148,7 @@ class NativeDecisions(ReplicaListener):
         """
         self._shows_hits = shows_hits
         self._parts = parts
+        self._dispatcher = dispatcher
         self._models = parts.models
         self._ranker = ranker
         self._addresses = parts.proxy.addresses
@@ -312,10 +320,10 @@ class NativeDecisions(ReplicaListener):
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
         index, ranker = model.index, self._ranker
-        replicas = self._parts.dispatcher.serving(model, adapter)
-        if not replicas or index.searches or self._parts.dispatcher.may_split(model, adapter):
+        replicas = self._dispatcher.serving(model, adapter)
+        if not replicas or index.searches or self._dispatcher.may_split(model, adapter):
             return None
-        forms = {model.hint_form(replica) for replica in replicas}
+        forms = {hint_form(model, replica) for replica in replicas}
         for replica in replicas:
             if replica.id not in ways:
                 ways[replica.id] = self._way(replica)
@@ -391,12 +399,16 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
 
 
 def native_decisions(
-    parts: RouterParts, ranker: Ranker, reserved: CoreReservations, shows_hits: bool
+    parts: RouterParts,
+    dispatcher: Dispatcher,
+    ranker: Ranker,
+    reserved: CoreReservations,
+    shows_hits: bool,
 ) -> NativeDecisions | None:
     """Return the core's decisions; None where the configuration asks for more than it knows."""
     if ranker.asks_a_plug_in:
         return None
-    return NativeDecisions(parts, ranker, reserved, shows_hits)
+    return NativeDecisions(parts, dispatcher, ranker, reserved, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:

@@ -33,7 +33,7 @@ from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.model import Model
 from router.routing.planner import prepare
-from router.routing.tenant import ContinuationSign
+from router.routing.steering import ContinuationSign
 from router.routing.terms import Terms, session_in
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer

@@ -7,9 +7,8 @@ from itertools import count
 from random import Random
 
 from router.prompt.prompts import MessageEnds
-from router.routing.steering import MAX_TENANTS, Hints, Steering
+from router.routing.steering import MAX_TENANTS, MOST_BOUNDARIES, Hints, Steering
 from router.routing.tails import Tails
-from router.routing.tenant import MOST_BOUNDARIES
 
 STEP = 64
 _FRESH = count(1_000_000)
