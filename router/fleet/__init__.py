@@ -26,6 +26,7 @@ The files; each imports only what is listed above it:
     replica.py           one replica's state
     pace.py              how often replicas are asked about themselves
     watcher.py           two tasks a replica: its health; its models, streams and load
+    watchers.py          the watchers of all replicas, at one pace
     registry.py          all replicas; reports changes to listeners
     discovery/           where replicas come from: lists that change
 """

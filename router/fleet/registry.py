@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from random import Random
 from typing import Protocol
 
-from kvevents.tasks import begin_lasting
 from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
-from router.fleet.load_topic import LoadTopics
-from router.fleet.pace import Pace, Traffic
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
-from router.fleet.watcher import Fetch, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -61,44 +55,52 @@ class ReplicaListener(Protocol):
         """The replica has left the registry; requests may still run there."""
 
 
+class Watching(Protocol):
+    """Asks replicas about themselves, and reports to the registry; `Watchers` says how."""
+
+    def watch(self, replica: Replica, listener: ReplicaRegistry) -> None: ...
+
+    def leave(self, replica_id: str) -> None: ...
+
+    def check_soon(self, replica_id: str) -> None: ...
+
+    def became_healthy(self, replica_id: str) -> None: ...
+
+    def became_unhealthy(self, replica_id: str) -> None: ...
+
+    def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class ReplicaRegistry:
     """All replicas. Belongs to one event loop.
 
     Args:
-        load: Read for views, and to separate this router's requests from others' in the engines'
-            load.
+        watching: Ended with the registry.
+        load: Read for views.
         gates: Makes their gates; None: every healthy replica gets requests.
     """
 
     def __init__(
         self,
-        fetch: Fetch,
+        watching: Watching,
         health: HealthConfig,
         load: LoadTracker,
-        random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         gates: GateOptions | None = None,
     ) -> None:
         self._gates = gates or GateOptions()
-        self._fetch = fetch
+        self._watching = watching
         self._health = health
         self._load = load
         self._listeners: list[ReplicaListener] = []
-        self._random = random or Random()
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
-        self._watchers: dict[str, Watcher] = {}
-        self._ending: set[asyncio.Task[None]] = set()
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self.generation = 0
         """Rises with every change of `serving`'s result."""
         self._closed = False
-        self._load_topics = LoadTopics()
-        self.decisions: Callable[[], int] = lambda: 0
-        """Decisions made, including those whose requests were sent elsewhere."""
-        self.pace = Pace(health, clock)
-        """How often healthy replicas are asked about themselves."""
-        self._pacing: asyncio.Task[None] | None = None
 
     def subscribe(self, listener: ReplicaListener) -> None:
         """Report every change from now on to *listener*, after those that subscribed before it."""
@@ -129,14 +131,7 @@ class ReplicaRegistry:
             ReplicaGate(self._gates, self._clock),
         )
         self._replicas[replica.id] = replica
-        self._watchers[replica.id] = Watcher(
-            *(replica, self, self._fetch, self._load),
-            *(self._health, self._random, self._clock),
-            *(self._load_topics, self.pace),
-        )
-        if self._pacing is None:
-            consequence = "healthy replicas are asked less often from now on"
-            self._pacing = begin_lasting(self._keep_pace(), "replicas: pace", consequence)
+        self._watching.watch(replica, self)
         logger.info("replica %s added: %s", replica.id, replica.origin)
         self._announce_configured(replica)
         return replica
@@ -161,10 +156,8 @@ class ReplicaRegistry:
     def remove(self, replica_id: str) -> Replica:
         """Remove a replica; requests that run there continue. Raises `UnknownReplica`."""
         replica = self.get(replica_id)
-        self._end(self._watchers.pop(replica_id))
+        self._watching.leave(replica_id)
         del self._replicas[replica_id]
-        if not self._replicas:
-            self._end_pacing()
         replica.removed = True
         self._index_models()
         self._take_sources(replica, ())
@@ -176,12 +169,7 @@ class ReplicaRegistry:
     async def close(self) -> None:
         """Stop watching, and return when every task has ended. The replicas stay listed."""
         self._closed = True
-        self._end_pacing()
-        for watcher in self._watchers.values():
-            self._end(watcher)
-        while self._ending:
-            await asyncio.wait(self._ending)
-        self._load_topics.close()
+        await self._watching.close()
 
     # --- the router's side ------------------------------------------------------------------------
 
@@ -264,7 +252,7 @@ class ReplicaRegistry:
         replica.look_at_gate()
         if replica.record.request_failed(why):
             self._became_unhealthy(replica, before)
-        self._watchers[replica_id].check_soon()
+        self._watching.check_soon(replica_id)
 
     def report_served(self, replica_id: str) -> None:
         """A request got a response there, even a 4xx."""
@@ -295,7 +283,7 @@ class ReplicaRegistry:
         """Another router found it unhealthy: check it now, and believe the check if it fails."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.record.mark_suspect():
-            self._watchers[replica_id].check_soon()
+            self._watching.check_soon(replica_id)
 
     def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None:
         """Other routers have published their load at these replicas, and the load tracker has it.
@@ -304,10 +292,7 @@ class ReplicaRegistry:
             replica_ids: Unknown ones are left out.
             within_s: The delay of their reports.
         """
-        for replica_id in replica_ids:
-            watcher = self._watchers.get(replica_id)
-            if watcher is not None:
-                watcher.others_reported(within_s)
+        self._watching.others_reported(replica_ids, within_s)
 
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""
@@ -385,12 +370,12 @@ class ReplicaRegistry:
         if any(other.is_healthy for other in self._replicas.values() if other is not replica):
             replica.gate.start_slowly()
             replica.look_at_gate()
-        self._watchers[replica.id].became_healthy()
+        self._watching.became_healthy(replica.id)
         self._announce_state(replica, before, "the check passed")
 
     def _became_unhealthy(self, replica: Replica, before: ReplicaState) -> None:
         replica.health_since = self._clock()
-        self._watchers[replica.id].became_unhealthy()
+        self._watching.became_unhealthy(replica.id)
         self._announce_state(replica, before, replica.record.last_error or "")
 
     def _announce_state(self, replica: Replica, before: ReplicaState, why: str) -> None:
@@ -429,26 +414,3 @@ class ReplicaRegistry:
                 by_model.setdefault(name, []).append(replica)
         self.generation += 1
         self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
-
-    async def _keep_pace(self) -> None:
-        while True:
-            await asyncio.sleep(self._health.interval_s)
-            in_flight, started, _ = self._load.books.counts()
-            if self.pace.look(Traffic(started + self.decisions(), in_flight)):
-                for watcher in self._watchers.values():
-                    watcher.look_soon()
-
-    def _end_pacing(self) -> None:
-        if self._pacing is not None:
-            self._pacing.cancel()
-            self._await_end((self._pacing,))
-            self._pacing = None
-
-    def _end(self, watcher: Watcher) -> None:
-        self._await_end(watcher.cancel())
-
-    def _await_end(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            if not task.done():
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)

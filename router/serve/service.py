@@ -32,6 +32,7 @@ from router.fleet.load import LoadTracker
 from router.fleet.probes import ProbeFetch
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.room import RoomListener, WaitingRoom
+from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.relays import PlaneProxy
@@ -150,7 +151,7 @@ class RouterService(RouterParts):
         self._make_overload()
         self._make_caches(new_index)
         planner = self._planner = self._make_routing()
-        self.registry.decisions = planner.ranker.decider.decisions
+        self._watchers.decisions = planner.ranker.decider.decisions
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
         self.exchange = None if self.board is None else self._make_exchange(self.board, planner)
@@ -160,8 +161,9 @@ class RouterService(RouterParts):
         """Make the replicas with their limits, the limits of keys, and the queue for room, if
         any."""
         config, overload, metrics = self.config, self.config.overload, self.metrics
+        self._watchers = Watchers(self._probes, config.health, self._load)
         self.registry = ReplicaRegistry(
-            self._probes, config.health, self._load, gates=gate_options(config)
+            self._watchers, config.health, self._load, gates=gate_options(config)
         )
         self.key_limits = KeyLimits(self.config.server.client_keys)
         self.entrance = None

@@ -13,6 +13,7 @@ from router.config.schema import ReplicaConfig
 from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.pace import QUIET_AFTER, Pace, Traffic
 from router.fleet.registry import ReplicaRegistry
+from router.fleet.watchers import Watchers
 from tests.support.waiting import eventually
 
 NONE = Traffic(asked=0, in_flight=0)
@@ -103,12 +104,13 @@ async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> 
     health = HealthConfig(
         interval_s=0.01, no_traffic_factor=1000, scrape_metrics=False, discovery_interval_s=600
     )
-    registry = ReplicaRegistry(fetch, health, load)
-    registry.decisions = lambda: decisions
+    watchers = Watchers(fetch, health, load)
+    watchers.decisions = lambda: decisions
+    registry = ReplicaRegistry(watchers, health, load)
     registry.add(ReplicaConfig(url="http://127.0.0.1:1", models=("m",), kv_events=()))
     registry.add(ReplicaConfig(url="http://127.0.0.2:1"))
     try:
-        await eventually(lambda: registry.pace.is_quiet, "nobody asks")
+        await eventually(lambda: watchers.pace.is_quiet, "nobody asks")
         ill = asked["127.0.0.2"]
         await eventually(lambda: asked["127.0.0.2"] >= ill + 2, "what had begun is over")
         well, ill = asked["127.0.0.1"], asked["127.0.0.2"]
@@ -116,7 +118,7 @@ async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> 
         assert asked["127.0.0.1"] == well
         decisions += 1
         await eventually(lambda: asked["127.0.0.1"] > well, "a request came")
-        await eventually(lambda: registry.pace.is_quiet, "nobody asks again")
+        await eventually(lambda: watchers.pace.is_quiet, "nobody asks again")
         well = asked["127.0.0.1"]
         with load.started("127.0.0.1:1", 10, 10):
             await eventually(lambda: asked["127.0.0.1"] >= well + 10, "one is under way")
@@ -143,13 +145,14 @@ async def test_the_load_of_one_that_was_not_idle_is_asked_for_as_often_as_before
         engine_load_stale_after_s=600,
         discovery_interval_s=600,
     )
-    registry = ReplicaRegistry(fetch, health, load := LoadTracker())
+    watchers = Watchers(fetch, health, load := LoadTracker())
+    registry = ReplicaRegistry(watchers, health, load)
     load.take_others({"127.0.0.4:1": ReplicaLoad(prefilling_requests=2)})
     for host in LOADS:
         registry.add(ReplicaConfig(url=f"http://{host}:1", models=("m",), kv_events=()))
     try:
         await eventually(lambda: len(scraped) == len(LOADS), "all are known")
-        await eventually(lambda: registry.pace.is_quiet, "nobody asks")
+        await eventually(lambda: watchers.pace.is_quiet, "nobody asks")
         busy = scraped["127.0.0.2"]
         await eventually(lambda: scraped["127.0.0.2"] >= busy + 4, "what had begun is over")
         before = Counter(scraped)

@@ -45,6 +45,7 @@ from router.fleet.types import (
     ReplicaState,
     ServedModels,
 )
+from router.fleet.watchers import Watchers
 from router.policies import (
     Candidate,
     CandidateLoad,
@@ -214,7 +215,7 @@ class Setting:
     def __init__(self, probes: ProbeFetch, health: HealthConfig) -> None:
         self.load = LoadTracker()
         self.diary = Diary()
-        self.registry = ReplicaRegistry(probes, health, self.load)
+        self.registry = ReplicaRegistry(Watchers(probes, health, self.load), health, self.load)
         self.registry.subscribe(self.diary)
         self.engines: list[Engine] = []
 
@@ -1170,7 +1171,7 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
     before = asyncio.all_tasks()
     client = UpstreamClient()
     probes = ProbeFetch(client)
-    registry = ReplicaRegistry(probes, FAST, LoadTracker())
+    registry = ReplicaRegistry(Watchers(probes, FAST, load := LoadTracker()), FAST, load)
     engines = [Engine() for _ in range(3)]
     for index, engine in enumerate(engines):
         await engine.start()
@@ -1200,9 +1201,8 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
             await asyncio.Event().wait()
         return 200, b""
 
-    registry = ReplicaRegistry(
-        deaf_fetch, HealthConfig(interval_s=600, scrape_metrics=False), LoadTracker()
-    )
+    health, load = HealthConfig(interval_s=600, scrape_metrics=False), LoadTracker()
+    registry = ReplicaRegistry(Watchers(deaf_fetch, health, load), health, load)
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
     await asked.wait()
     async with timeout(DEADLINE_S):
@@ -1222,7 +1222,7 @@ async def test_a_watcher_that_crashes_is_reported(caplog: pytest.LogCaptureFixtu
     engine = Engine()
     await engine.start()
     probes = ProbeFetch(client)
-    registry = ReplicaRegistry(probes, FAST, LoadTracker())
+    registry = ReplicaRegistry(Watchers(probes, FAST, load := LoadTracker()), FAST, load)
     registry.subscribe(Broken())
     registry.add(ReplicaConfig(url=engine.url, id="r"))
     await until(

@@ -20,6 +20,7 @@ from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ServedModels
+from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.policies import make_policy
 from router.prompt.endpoints import Endpoint
@@ -44,7 +45,9 @@ class Setting:
     def __init__(self) -> None:
         self.load = load = LoadTracker()
         self.now = 0.0
-        self.registry = ReplicaRegistry(_no_response, HealthConfig(), load, clock=lambda: self.now)
+        health = HealthConfig()
+        watchers = Watchers(_no_response, health, load, clock=lambda: self.now)
+        self.registry = ReplicaRegistry(watchers, health, load, clock=lambda: self.now)
         self.models = ModelSet([ModelConfig(name="m", lora_adapters=("a",))], _no_tokens)
         self.holders: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str]] = []

@@ -15,6 +15,7 @@ from router.config.replica import ReplicaConfig
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
+from router.fleet.watchers import Watchers
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import read_model_files
 from router.routing.replica_tokenizers import TokenizerCheck
@@ -41,7 +42,8 @@ def local(tmp_path: Path) -> LocalTokenizer:
 
 async def result_of(check: TokenizerCheck, local: LocalTokenizer) -> dict[tuple[str, str], int]:
     """Start a check of one replica and wait until it is over."""
-    registry = ReplicaRegistry(_refuse, HealthConfig(), LoadTracker())
+    health, load = HealthConfig(), LoadTracker()
+    registry = ReplicaRegistry(Watchers(_refuse, health, load), health, load)
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:9", id="r", models=("m",)))
     try:
         check.start(replica, "m", local)

@@ -21,6 +21,7 @@ from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
+from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Coming
@@ -47,7 +48,8 @@ class Party:
         health = HealthConfig(interval_s=0.05, timeout_s=0.05, scrape_metrics=False)
         self.load, self.mirror = LoadTracker(), Mirror()
         self.recent = RecentPrefixes(self.load.books)
-        self.registry = ReplicaRegistry(self._fetch, health, self.load, clock=lambda: self.now)
+        watchers = Watchers(self._fetch, health, self.load, clock=lambda: self.now)
+        self.registry = ReplicaRegistry(watchers, health, self.load, clock=lambda: self.now)
         self.registry.add(read_replica({"id": "r0", "url": "http://r0", "models": ["m"]}))
         self.quiet = QuietMoments(1.0)
         self.models = ModelSet([], self._no_replica, key_secret=secret)

@@ -13,6 +13,7 @@ from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource
+from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.routing.admission import Admission
@@ -31,9 +32,9 @@ class Starting:
         index = PrefixIndex()
         self.now = 100.0
         self.unknown: list[str] = []
-        self.registry = ReplicaRegistry(
-            _no_response, HealthConfig(), LoadTracker(), clock=lambda: self.now
-        )
+        health, load = HealthConfig(), LoadTracker()
+        watchers = Watchers(_no_response, health, load, clock=lambda: self.now)
+        self.registry = ReplicaRegistry(watchers, health, load, clock=lambda: self.now)
         self.feed = Feed(lambda _model: index, QUICK)
 
     def add(

@@ -18,6 +18,7 @@ from router.feed.taps import Taps
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.types import EventSource
+from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.mirror import Mirror
 from router.plane.attempts import Failure
@@ -56,7 +57,9 @@ class Observed:
         self.mirror = Mirror(clock=lambda: self.now)
         self.load = LoadTracker(self.mirror.books)
         self.metrics = CollectorRegistry()
-        self.registry = ReplicaRegistry(_no_response, HealthConfig(), self.load)
+        health = HealthConfig()
+        watchers = Watchers(_no_response, health, self.load)
+        self.registry = ReplicaRegistry(watchers, health, self.load)
         self.models = ModelSet([ModelConfig(name="m")], _no_response)
         planner = RoutePlanner(
             make_policy(policy),

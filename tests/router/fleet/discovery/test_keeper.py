@@ -14,6 +14,7 @@ from router.fleet.discovery.keeper import CONFIGURATION, ReplicaKeeper
 from router.fleet.discovery.provider import ProviderListener
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
+from router.fleet.watchers import Watchers
 from tests.support.waiting import eventually
 
 
@@ -22,7 +23,8 @@ class Setting:
 
     def __init__(self, linger_s: float = 3600.0) -> None:
         self.now = 0.0
-        self.registry = ReplicaRegistry(_no_response, HealthConfig(), LoadTracker())
+        health, load = HealthConfig(), LoadTracker()
+        self.registry = ReplicaRegistry(Watchers(_no_response, health, load), health, load)
         self.keeper = ReplicaKeeper(self.registry, linger_s, lambda: self.now, restart_s=0.01)
 
     def states(self) -> dict[str, str]:
