@@ -94,6 +94,7 @@ class RouterService(RouterParts):
         tracing           *  the spans that are sent
         load, mirror, recent                            requests in flight, computed, just sent
         upstream          *  connections of the router itself to replicas
+        watchers             ask replicas about themselves; the registry closes them
         registry          *  the replicas: health, models, load
         key_limits, entrance                            what clients may use, and where they wait
         tokenizer_check   *  do replicas tokenise as the router does?
