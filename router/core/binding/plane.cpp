@@ -281,8 +281,10 @@ nb::object with_field_of(nb::bytes body, const std::string& name, nb::bytes valu
 nb::tuple finished(UsageCapture& usage) {
     Ended ended;
     usage.finish(ended);
-    return nb::make_tuple(ended.events, ended.is_json, bytes_of(ended.usage),
-                          bytes_of(ended.first_usage));
+    const nb::tuple found = nb::make_tuple(ended.events, ended.is_json, bytes_of(ended.usage),
+                                           bytes_of(ended.first_usage));
+    usage.reuse(std::move(ended));
+    return found;
 }
 
 }  // namespace

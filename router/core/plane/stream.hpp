@@ -45,7 +45,10 @@ public:
     // Moves what was kept into `ended`.
     void finish(Ended& ended);
     // Gives that memory back for the next response.
-    void reuse(Ended&& ended) { rest_ = std::move(ended.usage); }
+    void reuse(Ended&& ended) {
+        rest_ = std::move(ended.usage);
+        rest_.clear();
+    }
 
 private:
     void feed_lines(std::string_view piece);

@@ -58,3 +58,4 @@ def test_the_usage_is_read_as_in_python(body: list[bytes]) -> None:
     assert taken.usage() == theirs.usage()
     if not is_json:
         assert events == theirs.data_events
+    assert ours.finish() == (0, False, b"", b""), "nothing of it is left for the next response"
