@@ -22,7 +22,9 @@ constexpr sv kControlClient = "x-kvroute-client";
 bool has_content(sv method) { return method == "POST" || method == "PUT" || method == "PATCH"; }
 bool is_without_body(int status) { return status == 204 || status == 304; }
 
-bool is_named(sv name, const Fields& fields) {
+// `fields`: pairs, each with a name first.
+template <class Pairs>
+bool is_named(sv name, const Pairs& fields) {
     return std::any_of(fields.begin(), fields.end(),
                        [&](const auto& each) { return http::same_name(name, each.first); });
 }
@@ -121,8 +123,7 @@ bool Client::is_kept_back(const Forward& forward, sv name, sv connection) const 
     if (!connection.empty() && http::lists(connection, name)) return true;
     if (forward.is_control) return http::same_name(name, kControlClient);
     if (thread_.options().dropped.contain(name)) return true;
-    return std::any_of(forward.replaced.begin(), forward.replaced.end(),
-                       [&](const auto& each) { return http::same_name(name, each.first); });
+    return is_named(name, forward.replaced);
 }
 
 void Client::compose_request(const Forward& forward, std::string& out) const {
@@ -454,13 +455,15 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 void Client::settle(Ended ended) {
     const bool was_alone = booking_->ended(has_begun_, clock_now());
     std::unique_ptr<Booking> booking = std::move(booking_);
-    if (!prediction_.is_estimate() && is_summed(ended, was_alone)) {
-        usage_.reuse(std::move(ended));
-        return;
+    if (!prediction_.is_estimate()) {
+        booking.reset();  // an estimate's waits for the engine's usage
+        if (is_summed(ended, was_alone)) {
+            usage_.reuse(std::move(ended));
+            return;
+        }
     }
     Settled settled = so_far();
-    // An estimate waits for the engine's usage.
-    if (prediction_.is_estimate()) settled.booking = std::move(booking);
+    settled.booking = std::move(booking);
     settled.was_alone = was_alone;
     ended.events += events_;
     settled.ended = std::move(ended);
