@@ -50,10 +50,13 @@ class CommandUnavailable(RouterError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    typed = sys.argv[1:] if argv is None else argv
+    """Run one command and return its exit code.
+
+    Args:
+        argv: None: the command has this process to itself.
+    """
     try:
-        arguments = _arguments(typed)
+        arguments = _arguments(sys.argv[1:]) if argv is None else _parser(argv).parse_args(argv)
         code: int = arguments.run(arguments)
     except (RouterError, KVEventsError) as error:
         print(f"kvroute: {error}", file=sys.stderr)
@@ -66,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(typed: Sequence[str]) -> argparse.Namespace:
     """Import and parse without the garbage collector, which took a tenth of a start: imports leave
-    little for it, and what they leave stays."""
+    little for it, and what they leave stays. In a process with other work, that would stay as well.
+    """
     gc.disable()
     try:
         return _parser(typed).parse_args(typed)
