@@ -589,6 +589,8 @@ class Plane:
     def clients(self) -> int: ...
     def held_bytes(self) -> int:
         """Return the bytes of bodies of requests that no event has reported."""
+    def hold_elsewhere(self, size: int) -> None:
+        """Count *size* bytes as held by Python from now on, in place of those told before."""
 
 class Books:
     """What all decisions of a process read, and all requests write; with the mirror that is made on

@@ -19,6 +19,8 @@ class Elsewhere(NamedTuple):
     buffered_bytes: Callable[[], int]
     allow: Callable[[int], object]
     """Called with how many may be under way there from now on."""
+    hold: Callable[[int], object]
+    """Called with how many bytes of bodies are held here from now on."""
 
 
 class Admission:
@@ -37,13 +39,14 @@ class Admission:
         self._max_buffered_bytes = max_buffered_bytes
         self._under_way = 0
         self._buffered_bytes = 0
-        self._elsewhere = Elsewhere(lambda: 0, lambda: 0, lambda _most: None)
+        self._elsewhere = Elsewhere(lambda: 0, lambda: 0, lambda _most: None, lambda _size: None)
         self._is_shutting_down = False
 
     def count_also(self, elsewhere: Elsewhere) -> None:
         """Have *elsewhere* share the bounds from now on."""
         self._elsewhere = elsewhere
         self._allow()
+        elsewhere.hold(self._buffered_bytes)
 
     def _allow(self) -> None:
         self._elsewhere.allow(max(self._max_requests - self._under_way, 0))
@@ -72,10 +75,12 @@ class Admission:
 
     def hold(self, size: int) -> None:
         """Count *size* more bytes, or less where it is negative; raises `Overloaded`."""
-        if size > 0 and self.buffered_bytes + size > self._max_buffered_bytes:
+        self._buffered_bytes += size
+        self._elsewhere.hold(self._buffered_bytes)  # before the sum is read, as in `admit`
+        if size > 0 and self.buffered_bytes > self._max_buffered_bytes:
+            self.hold(-size)
             limit = self._max_buffered_bytes
             raise Overloaded(f"holds bodies of {limit} bytes, its limit, already")
-        self._buffered_bytes += size
 
     @property
     def is_shutting_down(self) -> bool:

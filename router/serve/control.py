@@ -88,6 +88,7 @@ class ControlServer(uvicorn.Server):
                     lambda: natives.under_way() + prepared(),
                     self.plane.plane.held_bytes,
                     natives.allow,
+                    self.plane.plane.hold_elsewhere,
                 )
             )
             consequence = "the core decides by an old picture"

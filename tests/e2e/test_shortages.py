@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
-from tests.support.http_client import Answer, connect
+from tests.support.http_client import Answer, ask, connect, encoded
 from tests.support.router_process import QUICK_HEALTH, router_process
 from tests.support.waiting import eventually
 
@@ -117,17 +117,38 @@ async def test_strangers_that_hold_every_descriptor_keep_no_probe_out(said: byte
         assert "out of file descriptors (limit 200)" in router.log()
 
 
-async def test_bodies_together_have_a_bound() -> None:
+async def post_in_chunks(port: int, path: str, body: object) -> Answer:
+    """Send a request whose head does not state its length: Python decides it."""
+    data = encoded(body)
+    head = f"POST {path} HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with connect(port) as client:
+        await client.write(head.encode() + b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+        return await client.read_answer()
+
+
+async def post_whole(port: int, path: str, body: object) -> Answer:
+    """Send a request that the core decides."""
+    return await ask(port, "POST", path, body)
+
+
+@pytest.mark.parametrize("held_by", [post_whole, post_in_chunks], ids=["core", "python"])
+async def test_bodies_together_have_a_bound(
+    held_by: Callable[[int, str, object], Coroutine[Any, Any, Answer]],
+) -> None:
     """A hundred large bodies at once would need more memory than the machine has, though each of
-    them is within its own bound."""
+    them is within its own bound; wherever they are held."""
     go = asyncio.Event()
     config = {"health": QUICK_HEALTH, "server": {"max_buffered_bytes": 100_000}}
     async with engines(1) as (stub,):
         with router_process(config) as router:
             async with router.serving(stub):
+                await router.until_core_decides(body_for(stub, 3))
                 stub.behaviour = after(go)
                 body = {**body_for(stub, 1), "user": "x" * 40_000}
-                held = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(2)]
+                held = [
+                    asyncio.create_task(held_by(router.port, "/v1/completions", body))
+                    for _ in range(2)
+                ]
                 await eventually(lambda: stub.active == 2, "two are under way")
                 for path in ("/v1/completions", "/route"):
                     refused = await router.post(path, body)

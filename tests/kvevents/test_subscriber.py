@@ -241,7 +241,7 @@ async def test_a_replay_that_a_router_dropped_parts_of_is_asked_for_until_it_is_
 ) -> None:
     """vLLM's ROUTER drops silently what is not taken as fast as it is sent, though its ring has
     every batch: late routers stayed suspect for good."""
-    slow = replace(QUICK, socket=replace(QUICK.socket, queue_messages=50))
+    slow = replace(QUICK, patience_s=DEADLINE_S, socket=replace(QUICK.socket, queue_messages=50))
     with VllmPublisher(replay_hwm=100) as publisher:
         for seq in range(4000):
             publisher.publish(b"%d " % seq + bytes(16_000), on_wire=False)

@@ -155,6 +155,14 @@ class RouterProcess:
     async def delete(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:
         return await ask(self.port, "DELETE", target, b"", headers)
 
+    async def until_core_decides(self, body: Mapping[str, Any]) -> None:
+        """Send *body*, whose prompt is token ids, until no Python is needed for it."""
+        while True:
+            assert (await self.post("/v1/completions", body)).status == 200
+            (last,) = (await self.get("/requests?limit=1")).json["requests"]
+            if last["end"] and last["reason"].endswith("; decided by the data plane"):
+                return
+
     async def metrics(self, headers: Mapping[str, str] | None = None) -> Metrics:
         answer = await self.get("/metrics", headers)
         assert answer.status == 200, answer

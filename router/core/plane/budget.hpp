@@ -1,4 +1,4 @@
-// Bounds the bytes of bodies that are held, all together. From any thread.
+// Bounds the bytes of bodies that are held, all together, Python's included. From any thread.
 #pragma once
 
 #include <atomic>
@@ -35,16 +35,20 @@ public:
 
     // Nothing: there is no room.
     std::optional<Share> take(std::uint64_t size) {
-        const std::uint64_t before = held_.fetch_add(size, std::memory_order_relaxed);
+        const std::uint64_t before = held_.fetch_add(size);
         Share share(*this, size);
-        if (before + size > most_) return std::nullopt;
+        if (before + size + elsewhere_.load() > most_) return std::nullopt;
         return share;
     }
-    std::uint64_t held() const { return held_.load(std::memory_order_relaxed); }
+    // What Python holds from now on. It counts here first and reads `held` then, as `take` does the
+    // other way round: of two that come together for the last room, one at least sees the other.
+    void hold_elsewhere(std::uint64_t size) { elsewhere_.store(size); }
+    std::uint64_t held() const { return held_.load(); }
 
 private:
     std::uint64_t most_;
     std::atomic<std::uint64_t> held_{0};
+    std::atomic<std::uint64_t> elsewhere_{0};
 };
 
 }  // namespace kvroute::plane

@@ -40,6 +40,7 @@ public:
     PoolCounts counts() const;
     u64 clients() const;
     u64 held_bytes() const { return common_.bodies.held(); }
+    void hold_elsewhere(u64 size) { common_.bodies.hold_elsewhere(size); }
     // Changes the TLS of new connections.
     void secure(Secured secured);
     // From now on. Null: Python decides everything.

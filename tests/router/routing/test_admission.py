@@ -31,7 +31,10 @@ def test_what_the_data_plane_lets_in_by_itself_takes_of_the_same_bounds() -> Non
     """The memory is one, whoever fills it."""
     admission, elsewhere = Admission(max_requests=3, max_buffered_bytes=100), [2, 60]
     allowed: list[int] = []
-    admission.count_also(Elsewhere(lambda: elsewhere[0], lambda: elsewhere[1], allowed.append))
+    here: list[int] = []
+    admission.count_also(
+        Elsewhere(lambda: elsewhere[0], lambda: elsewhere[1], allowed.append, here.append)
+    )
     with admission:
         assert allowed == [3, 2], "it may not let in what is let in here"
         assert (admission.under_way, admission.buffered_bytes) == (3, 60)
@@ -47,6 +50,8 @@ def test_what_the_data_plane_lets_in_by_itself_takes_of_the_same_bounds() -> Non
         assert admission.is_full
         elsewhere[:] = [0, 0]
         assert admission.buffered_bytes == 40
+        assert here[-1] == 40, "it may not hold what is held here"
+    assert here[-1] == 0
 
 
 def test_a_request_that_fails_is_no_longer_under_way() -> None:
