@@ -196,7 +196,7 @@ class ProxyServer:
     def open_sockets(self) -> int:
         """Connections from clients."""
         assert self.plane is not None
-        return self.plane.plane.clients()
+        return sum(self.plane.plane.clients())
 
     def opens(self, method: str, path: str, query: bytes) -> Callable[[PlaneExchange], Proxied]:
         return lambda exchange: Proxied(self, exchange)

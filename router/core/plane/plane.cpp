@@ -16,6 +16,7 @@ Plane::Plane(Options options, Secured secured, const std::vector<int>& listeners
         const u32 number = static_cast<u32>(threads_.size());
         threads_.push_back(std::make_unique<Thread>(number, common_, listener));
     }
+    for (auto& thread : threads_) common_.threads.push_back(thread.get());
     for (auto& thread : threads_) thread->start();
 }
 
@@ -85,10 +86,10 @@ void Plane::decide_by(std::shared_ptr<Decider> decider) {
     if (decider && !is_kept) deciders_.push_back(std::move(decider));
 }
 
-u64 Plane::clients() const {
-    u64 sum = 0;
-    for (const auto& thread : threads_) sum += thread->clients();
-    return sum;
+std::vector<u64> Plane::clients() const {
+    std::vector<u64> found;
+    for (const auto& thread : threads_) found.push_back(thread->clients());
+    return found;
 }
 
 }  // namespace kvroute::plane

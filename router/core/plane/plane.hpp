@@ -38,7 +38,7 @@ public:
     void cut_all();
     void stop();
     PoolCounts counts() const;
-    u64 clients() const;
+    std::vector<u64> clients() const;  // of each thread
     u64 held_bytes() const { return common_.bodies.held(); }
     void hold_elsewhere(u64 size) { common_.bodies.hold_elsewhere(size); }
     // Changes the TLS of new connections.

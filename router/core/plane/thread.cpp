@@ -238,29 +238,63 @@ void Thread::accept() {
             if (errno == EMFILE || errno == ENFILE) make_room();
             return;
         }
-        const bool is_of_reserve = descriptor >= options().reserved_from;
-        if (is_of_reserve) {
+        const Accepted accepted{descriptor, from, descriptor >= options().reserved_from};
+        if (accepted.is_of_reserve) {
             post(0, Refused{"reserve"});
             make_room();
         }
-        try {
-            take_client(descriptor, from, is_of_reserve);
-        } catch (const std::bad_alloc&) {
-            if (!contexts().towards_clients()) send_some(descriptor, kOutOfMemoryResponse);
-            ::close(descriptor);
-            post(0, Refused{"overloaded"});
-        }
+        Thread& taker = accepted.is_of_reserve ? *this : idlest();
+        if (&taker != this && taker.hand_over(accepted)) continue;
+        ++open_clients_;
+        welcome(accepted);
     }
 }
 
-void Thread::take_client(int descriptor, const sockaddr_storage& from, bool is_of_reserve) {
-    auto [host, port] = shown(from);
+// Who has the fewest clients, this one if it has no more than another. The kernel wakes one thread for a
+// burst of connections, which accepts them all: few that are kept open would keep one core busy.
+Thread& Thread::idlest() {
+    Thread* found = this;
+    for (Thread* const each : common_.threads) {
+        if (each->clients() < found->clients()) found = each;
+    }
+    return *found;
+}
+
+// From another thread. False: the one that accepted it serves it.
+bool Thread::hand_over(const Accepted& accepted) {
+    {
+        std::lock_guard locked(mutex_);
+        if (!takes_others_) return false;
+        try {
+            mail_.accepted.push_back(accepted);
+        } catch (const std::bad_alloc&) {
+            return false;
+        }
+        ++open_clients_;  // before the next one is accepted
+    }
+    wake();
+    return true;
+}
+
+// Serves one that counts as a client already.
+void Thread::welcome(const Accepted& accepted) {
+    try {
+        take_client(accepted);
+    } catch (const std::bad_alloc&) {
+        --open_clients_;
+        if (!contexts().towards_clients()) send_some(accepted.descriptor, kOutOfMemoryResponse);
+        ::close(accepted.descriptor);
+        post(0, Refused{"overloaded"});
+    }
+}
+
+void Thread::take_client(const Accepted& accepted) {
+    auto [host, port] = shown(accepted.from);
     const u32 place = free_place();
     auto client = std::make_unique<Client>(*this, place);
     free_places_.pop_back();
-    ++open_clients_;
     clients_[place] = std::move(client);
-    clients_[place]->open(descriptor, std::move(host), port, is_of_reserve, now_);
+    clients_[place]->open(accepted.descriptor, std::move(host), port, accepted.is_of_reserve, now_);
 }
 
 // Returns the last of `free_places_`, which has room for all: a client that leaves needs no memory.
@@ -350,6 +384,7 @@ void Thread::stop() {
     {
         std::lock_guard locked(mutex_);
         mail_.stops = true;
+        takes_others_ = false;
     }
     wake();
     if (thread_.joinable()) thread_.join();
@@ -369,6 +404,7 @@ void Thread::read_mail() {
         mail = std::exchange(mail_, {});
     }
     is_stopping_ |= mail.stops;
+    for (const Accepted& each : mail.accepted) welcome(each);
     end_without_memory();
     for (Command& command : mail.commands) {
         Client* const client = client_of(command.id);

@@ -81,6 +81,8 @@ private:
     int signal_ = -1;
 };
 
+class Thread;
+
 // Shared by all threads.
 struct Common {
     explicit Common(Options given)
@@ -93,6 +95,7 @@ struct Common {
     Hosts hosts;
     tls::Contexts contexts;
     Usual usual;
+    std::vector<Thread*> threads;  // as they are before the first one starts
 };
 
 struct GiveUp {
@@ -167,7 +170,14 @@ private:
     };
     static constexpr u32 kMostShown = 256;
 
+    // A client's connection, from its acceptance to the thread that serves it.
+    struct Accepted {
+        int descriptor = -1;
+        sockaddr_storage from{};
+        bool is_of_reserve = false;
+    };
     struct Mail {
+        std::vector<Accepted> accepted;
         std::vector<Command> commands;
         std::vector<GiveUp> give_ups;
         bool cuts_all = false, stops = false;
@@ -175,7 +185,10 @@ private:
 
     void run();
     void accept();
-    void take_client(int descriptor, const sockaddr_storage& from, bool is_of_reserve);
+    Thread& idlest();
+    bool hand_over(const Accepted& accepted);
+    void welcome(const Accepted& accepted);
+    void take_client(const Accepted& accepted);
     void read_mail();
     void end_without_memory();
     Client* client_of(ExchangeId id) const;
@@ -205,8 +218,9 @@ private:
     bool is_stopping_ = false;
     std::atomic<Decider*> decider_{nullptr};
 
-    mutable std::mutex mutex_;  // guards the next three
+    mutable std::mutex mutex_;  // guards the next four
     Mail mail_;
+    bool takes_others_ = true;  // the connections that other threads accept
     Numbers without_memory_;
     PoolCounts counts_;
     std::thread thread_;

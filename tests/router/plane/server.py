@@ -84,7 +84,11 @@ class Served:
     """Those that are whole, responded to or not."""
     left: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    clients: Callable[[], int] = int
+    clients_by_thread: Callable[[], list[int]] = list
+
+    def clients(self) -> int:
+        """Return the open connections of clients."""
+        return sum(self.clients_by_thread())
 
     def opens(self, method: str, path: str, query: bytes) -> Callable[[PlaneExchange], Waiting]:
         """Every request is for the handler."""
@@ -104,10 +108,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def plane_server(**options: Any) -> AsyncIterator[Served]:
-    """A plane with one thread, until the block ends; then no connection and no request is left.
+async def plane_server(threads: int = 1, **options: Any) -> AsyncIterator[Served]:
+    """A plane, until the block ends; then no connection and no request is left.
 
     Args:
+        threads: How many it has.
         options: Of `PlaneOptions`.
     """
     served = Served()
@@ -117,9 +122,9 @@ async def plane_server(**options: Any) -> AsyncIterator[Served]:
     plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
-        plane.start([os.dup(listening.fileno())], Secured(None, None))
+        plane.start([os.dup(listening.fileno()) for _ in range(threads)], Secured(None, None))
         served.port = listening.getsockname()[1]
-        served.clients = plane.plane.clients
+        served.clients_by_thread = plane.plane.clients
         try:
             yield served
         finally:

@@ -175,6 +175,29 @@ async def test_where_files_are_short_those_make_room_that_never_asked_for_anythi
             assert (await client.ask("GET", "/again")).status == 200
 
 
+async def test_connections_are_shared_evenly_by_the_threads() -> None:
+    """The kernel wakes one thread for a burst, and whoever takes it has all of a gateway's few kept
+    connections: two threads served no more than one did."""
+    async with plane_server(threads=3) as served, contextlib.AsyncExitStack() as stack:
+
+        async def accepted() -> HttpClient:
+            before = served.clients()
+            client = await stack.enter_async_context(connect(served.port))
+            await eventually(lambda: served.clients() == before + 1, "it is accepted")
+            return client
+
+        clients = [await accepted() for _ in range(12)]
+        assert served.clients_by_thread() == [4, 4, 4]
+        for client in clients[:6]:
+            assert (await client.ask("GET", "/served")).status == 200
+            client.leave()
+        await eventually(lambda: served.clients() == 6, "half of them left")
+        clients[:6] = [await accepted() for _ in range(6)]
+        assert served.clients_by_thread() == [4, 4, 4]
+        for client in clients:
+            assert (await client.ask("GET", "/served")).status == 200
+
+
 @contextlib.contextmanager
 def all_taken_below(limit: int) -> Iterator[None]:
     """No new descriptor of this process is below it."""

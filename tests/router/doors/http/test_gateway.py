@@ -52,7 +52,7 @@ async def served(config: str) -> AsyncIterator[_Served]:
         plane.start([os.dup(listener.fileno())], Secured())
         yield _Served(app, listener.getsockname()[1], plane)
         plane.cut_all()
-        await eventually(lambda: plane.plane.clients() == 0, "nothing is left")
+        await eventually(lambda: sum(plane.plane.clients()) == 0, "nothing is left")
         await plane.close()
 
 
