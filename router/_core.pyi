@@ -457,7 +457,7 @@ class Plane:
     Events, each a tuple of its kind, the number of its exchange, and its fields:
 
         opened      method, target, whether it is of the reserve, fields, client's host and port,
-                    what came of the body, whether that is all
+                    what came of the body, whether that is all, whether it was prepared before
         prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one
@@ -471,7 +471,8 @@ class Plane:
                     since the last progress, whether the body is JSON, its last and its first usage
         refused     why a connection was ended; of no exchange
         handed_over of a request that was decided without Python: the replica that did not serve it,
-                    the failure or None, status, seconds to wait or None; `opened` follows
+                    the failure or None, status, seconds to wait or None, and the same of the
+                    attempt beside that one, or None; `opened` follows
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
         reserved    a gateway got the replica for a request that it sends itself: the id of its

@@ -150,10 +150,10 @@ class RetryBudget:
         self._tokens = float(limits.budget_burst)
         self._share, self._most = limits.budget_share, float(max(limits.budget_burst, 1))
 
-    def add_request(self) -> None:
-        """Count a new request."""
+    def add_requests(self, count: int = 1) -> None:
+        """Count new requests."""
         if self._tokens < self._most:
-            self._tokens = min(self._tokens + self._share, self._most)
+            self._tokens = min(self._tokens + count * self._share, self._most)
 
     def take(self) -> bool:
         """Take a token for one retry; return False if the budget has none."""

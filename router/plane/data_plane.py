@@ -50,6 +50,7 @@ class PlaneOptions:
     prepares_all: bool = False
     prepared_with: frozenset[bytes] = frozenset()
     opened_with: frozenset[bytes] = frozenset()
+    passes_429: bool = False
     long_prompt_tokens: int = 0
     route_path: bytes = b""
     select_path: bytes = b""
@@ -278,9 +279,11 @@ class DataPlane:
         port: int,
         body: bytes,
         is_whole: bool,
+        was_prepared: bool,
     ) -> None:
-        client = host, port
-        exchange = PlaneExchange(self.plane, number, method, target, is_of_reserve, headers, client)
+        exchange = PlaneExchange(
+            self.plane, number, method, target, is_of_reserve, was_prepared, headers, (host, port)
+        )
         opens = self.handler.opens(method, exchange.path, exchange.query)
         if opens is None:
             self._control(exchange, len(body), is_whole)
@@ -321,12 +324,12 @@ class DataPlane:
 
     # --- of requests that were sent on ------------------------------------------------------------
 
-    def _handed_over(self, number: int, *what: Any) -> None:
-        self._failed_first[number] = failed = FailedFirst(*what)
+    def _handed_over(self, number: int, what: Sequence[Any]) -> None:
+        self._failed_first[number] = failed = FailedFirst.of_core(what)
         self.listener.on_handed_over(number, failed)
 
-    def _overtaken(self, number: int, *what: Any) -> None:
-        self.listener.on_handed_over(number, FailedFirst(*what))
+    def _overtaken(self, number: int, what: Sequence[Any]) -> None:
+        self.listener.on_handed_over(number, FailedFirst.of_core(what))
 
     def _to_relay(self, handler: Callable[..., None], number: int, *what: Any) -> None:
         relay = self.proxy.relays.get(number)

@@ -21,6 +21,15 @@ class FailedFirst(NamedTuple):
     """None: it responded that it is unavailable or busy."""
     status: int
     retry_after_s: int | None
+    beside: FailedFirst | None = None
+    """The attempt beside it, where that one was late."""
+
+    @staticmethod
+    def of_core(what: Sequence[Any]) -> FailedFirst:
+        """Read what the core reports of it."""
+        replica, failure, status, retry_after_s, beside = what
+        other = None if beside is None else FailedFirst.of_core(beside)
+        return FailedFirst(replica, failure, status, retry_after_s, other)
 
 
 class Server(Protocol):
@@ -51,6 +60,8 @@ class PlaneExchange:
     """Path and query, as on the wire."""
     is_of_reserve: bool
     """True if it came on one of the last file descriptors."""
+    was_prepared: bool
+    """True if its prompt was read before it was left to its server."""
     headers: list[Header]
     """The headers as received, names in lower case."""
     address: tuple[str, int]

@@ -10,6 +10,7 @@ import msgspec
 
 from router.config.origin import Header, Timeouts
 from router.plane.attempts import Attempt, Failure, RetryLimits, Unretried
+from router.plane.exchanges import FailedFirst
 
 
 class Dialect(Enum):
@@ -73,9 +74,10 @@ class ProxyObserver(Protocol):
 
     __slots__ = ()
 
-    def on_tried(self, failure: Failure) -> None:
+    def on_tried(self, failed: FailedFirst) -> tuple[Failure, bool]:
         """The data plane sent the request to a replica by itself, before all attempts reported
-        here, and it failed."""
+        here, and it failed; return how, and what `on_failure` returns."""
+        raise NotImplementedError
 
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""

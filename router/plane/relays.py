@@ -4,6 +4,7 @@ receives what the core reports of them."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 """The dialects, by the core's numbers."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
+KEPT_CLOSED = Failure.KEPT_CLOSED.value
 _TOO_MANY = 429
 _NOT_SERVED = {
     None: "no replica could serve the request",
@@ -61,6 +63,18 @@ def _others_first(plan: Iterator[Attempt], replica_id: str) -> Iterator[Attempt]
     yield from at_it
 
 
+def _taken_out(
+    plan: Iterator[Attempt], replica_id: str
+) -> tuple[Attempt | None, Iterator[Attempt]]:
+    """Return the first attempt of *plan* at a replica, if there is one, and the others."""
+    before: list[Attempt] = []
+    for attempt in plan:
+        if attempt.replica_id == replica_id:
+            return attempt, itertools.chain(before, plan)
+        before.append(attempt)
+    return None, iter(before)
+
+
 class PlaneProxy:
     """Sends requests to replicas, and their responses to the clients, by the core's sockets."""
 
@@ -74,6 +88,10 @@ class PlaneProxy:
         """The relays, by the number of the exchange."""
         self._retry_budget = RetryBudget(settings.retries)
         self.tasks: set[asyncio.Task[None]] = set()
+
+    def count_requests(self, count: int = 1) -> None:
+        """Count requests that replicas got, of which a share may be tried again."""
+        self._retry_budget.add_requests(count)
 
     def start(
         self,
@@ -98,7 +116,7 @@ class PlaneProxy:
         Returns:
             The relay, which receives the client's events. It may be over already.
         """
-        self._retry_budget.add_request()
+        self.count_requests()
         retries = RequestRetries(self._retry_budget)
         relay = PlaneRelay(self, retries, iter(plan), request, recipient, observer, on_over)
         self.relays[recipient.number] = relay
@@ -133,21 +151,35 @@ class PlaneRelay:
         if self._exchange.is_gone:
             self._finish(End.CLIENT_LEFT, None)
             return
-        if self._exchange.failed_first is not None:
-            self._resume_after(self._exchange.failed_first)
-        self._take(self._try_next)
+        failed = self._exchange.failed_first
+        if failed is None:
+            self._take(self._try_next)
+        else:
+            self._take(lambda: self._resume_after(failed))
 
     def _resume_after(self, failed: FailedFirst) -> None:
-        """The first attempt was the core's: all others come before that replica again."""
-        self._retries.start(lambda: True)
+        """The first attempt was the core's: all others come before that replica again, unless only
+        a kept connection failed."""
+        self._note_tried(failed)
         self._tried = True
         self._unavailable = failed.failure is None
         self._retry_after_s = failed.retry_after_s or 0
-        unavailable = Failure.UNAVAILABLE if failed.retry_after_s is None else Failure.BUSY
-        failure = unavailable if failed.failure is None else failure_of(failed.failure)
-        self._retries.failed(failed.replica, failure, False)
-        self._observer.on_tried(failure)
-        self._plan = _others_first(self._plan, failed.replica)
+        again = None
+        if failed.failure == KEPT_CLOSED:
+            again, self._plan = _taken_out(self._plan, failed.replica)
+        else:
+            self._plan = _others_first(self._plan, failed.replica)
+        if again is not None and self._may_try(again):
+            self._send_to(again, may_reuse=False)
+        else:
+            self._try_next()
+
+    def _note_tried(self, failed: FailedFirst) -> None:
+        if failed.beside is not None:
+            self._note_tried(failed.beside)
+        self._retries.start(lambda: True)
+        failure, is_replica_lost = self._observer.on_tried(failed)
+        self._retries.failed(failed.replica, failure, is_replica_lost)
 
     def cancel(self) -> None:
         """The router will not finish it: its end comes as an event of the core."""
@@ -284,7 +316,7 @@ class PlaneRelay:
             self._proxy.addresses.forget(attempt.origin.host)
         logger.debug("%s: %s", attempt.origin, why)
         self._failed(attempt, failure_of(failure))
-        if failure == "kept_closed" and self._may_try(attempt):
+        if failure == KEPT_CLOSED and self._may_try(attempt):
             self._send_to(attempt, may_reuse=False)
         else:
             self._try_next()

@@ -73,11 +73,15 @@ class Admission:
         time."""
         return BodyBuffer(self)
 
-    def hold(self, size: int) -> None:
-        """Count *size* more bytes, or less where it is negative; raises `Overloaded`."""
+    def hold(self, size: int, was_held: bool = False) -> None:
+        """Count *size* more bytes, or less where it is negative; raises `Overloaded`.
+
+        Args:
+            was_held: The core has held them until now: they are not refused.
+        """
         self._buffered_bytes += size
         self._elsewhere.hold(self._buffered_bytes)  # before the sum is read, as in `admit`
-        if size > 0 and self.buffered_bytes > self._max_buffered_bytes:
+        if size > 0 and not was_held and self.buffered_bytes > self._max_buffered_bytes:
             self.hold(-size)
             limit = self._max_buffered_bytes
             raise Overloaded(f"holds bodies of {limit} bytes, its limit, already")
@@ -103,20 +107,28 @@ class Admission:
             return f"none of {len(healthy)} healthy replicas has reported its models yet"
         return None
 
-    def admit(self) -> None:
+    def admit(self, came_before: bool = False) -> None:
         """Let a request in; call `leave` at its end.
 
+        Args:
+            came_before: It is known since before the router shut down.
         Raises:
             ShuttingDown: For good.
             Overloaded: As many are under way as may be.
         """
-        if self._is_shutting_down:
+        if self._is_shutting_down and not came_before:
             raise ShuttingDown
         self._under_way += 1
         self._allow()  # before the count is read: no more are let in elsewhere meanwhile
         if self.under_way > self._max_requests:
             self.leave()
             raise Overloaded(f"has its limit of {self._max_requests} requests under way")
+
+    def readmit(self) -> None:
+        """Let a request in that the core had let in, and that goes on here: no bound refuses it,
+        nor does the router's shutdown. Call `leave` at its end."""
+        self._under_way += 1
+        self._allow()
 
     def leave(self) -> None:
         """End a request that was admitted."""

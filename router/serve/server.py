@@ -365,6 +365,7 @@ def _plane(
         service.config.policy.name,
         service.config.observability.access_log,
         service.entrance,
+        service.proxy.count_requests,
     )
     reserved = Adopted(
         service.reservations,
@@ -413,6 +414,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         max_idle=_MAX_IDLE,
         max_connections=-(-server.max_upstream_connections // server.threads),
         reserved_from=min(_reserved_files_from(), 2**31 - 1),
+        passes_429=not service.registry.backs_off,
         second_share=server.retries.late_share,
         dropped=app.gateway.forwarding.dropped,
         prepares_all=needs_key or service.tracing is not None,

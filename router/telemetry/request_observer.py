@@ -13,6 +13,7 @@ from router.errors import KeyLimitReached, NoReplica, Overloaded, RequestError
 from router.feed.taps import Tap, Taps
 from router.fleet.registry import ReplicaRegistry
 from router.plane.attempts import OWN_LIMITS, RETRIED, Attempt, Failure, Unretried, failure_of
+from router.plane.exchanges import FailedFirst
 from router.plane.proxy_types import End, ProxyObserver
 from router.plane.usage import ResponseIdReader, UsageReader
 from router.policies.types import Candidate
@@ -90,31 +91,29 @@ class RequestObservers:
         self.log.add(request)
         return RequestObserver(self, decision, request)
 
-    def handed_over(
-        self,
-        number: int,
-        replica_id: str,
-        failure: str | None,
-        retry_after_s: int | None,
-        tenant: str = "",
-    ) -> Failure:
+    def kind_of(self, failed: FailedFirst) -> Failure:
+        """Return how a replica failed a request that the data plane had decided."""
+        if failed.failure is not None:
+            return failure_of(failed.failure)
+        is_busy = failed.retry_after_s is not None and self.replicas.backs_off
+        return Failure.BUSY if is_busy else Failure.UNAVAILABLE
+
+    def handed_over(self, number: int, failed: FailedFirst, tenant: str = "") -> Failure:
         """A replica did not serve a request that the data plane had decided. It is decided anew.
 
         Args:
             number: The request's, in the data plane.
-            failure: How it failed; None: it responded that it cannot now.
-            retry_after_s: For how long, by its response.
+            failed: How it failed.
             tenant: The one that it refused, where it distinguishes tenants.
         Returns:
             How it failed.
         """
         self.forget(number)
-        not_now = Failure.UNAVAILABLE if retry_after_s is None else Failure.BUSY
-        found = not_now if failure is None else failure_of(failure)
-        if replica_id not in self.replicas or failure in OWN_LIMITS:
+        found, replica_id = self.kind_of(failed), failed.replica
+        if replica_id not in self.replicas or failed.failure in OWN_LIMITS:
             return found
-        if failure is None and retry_after_s is not None:
-            self.replicas.report_busy(replica_id, retry_after_s, tenant)
+        if failed.failure is None and failed.retry_after_s is not None:
+            self.replicas.report_busy(replica_id, failed.retry_after_s, tenant)
         self.metrics.retries.labels(replica_id, found.value).inc()
         if found not in _CACHE_IS_THERE:
             self.bookings.visits.forget(replica_id)
@@ -209,8 +208,9 @@ class RequestObservers:
             request.first_byte_s = settled.first_byte_s
             self.replicas.report_served(settled.replica)
             served.began(settled.first_byte_s, settled.exemplar)
-        if settled.failure is not None and is_known:
-            self.replicas.report_failure(settled.replica, failure_of(settled.failure).value)
+        failure = None if settled.failure is None else failure_of(settled.failure)
+        if failure is not None and is_known and failure not in _NOT_HELD_AGAINST_IT:
+            self.replicas.report_failure(settled.replica, failure.value)
         if settled.last_failure is not None and request.last_failure is None:
             request.last_failure = settled.last_failure.value
         request.status, request.end = settled.status or None, settled.end
@@ -347,9 +347,11 @@ class RequestObserver(ProxyObserver):
         return self.decision.prompt_tokens
 
     @override
-    def on_tried(self, failure: Failure) -> None:
+    def on_tried(self, failed: FailedFirst) -> tuple[Failure, bool]:
+        found = self._of_all.kind_of(failed)
         self.request.attempts += 1
-        self.request.last_failure = failure.value
+        self.request.last_failure = found.value
+        return found, not self._of_all.replicas.is_healthy(failed.replica)
 
     @override
     def on_attempt(self, attempt: Attempt) -> None:

@@ -21,7 +21,7 @@ from router.plane.attempts import (
     Unretried,
 )
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
-from router.plane.exchanges import PlaneExchange
+from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.proxy_types import End, ProxyRequest, ProxySettings
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.plane.secured import Secured
@@ -52,7 +52,7 @@ class Recorder:
     def on_attempt(self, attempt: Attempt) -> None:
         self.attempts.append(attempt.replica_id)
 
-    def on_tried(self, failure: Failure) -> None:
+    def on_tried(self, failed: FailedFirst) -> tuple[Failure, bool]:
         raise AssertionError("nothing is decided by the data plane here")
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:

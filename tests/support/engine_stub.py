@@ -91,13 +91,13 @@ class Exchange:
         self.stub = stub
         self.request = request
         self.gone = asyncio.Event()
-        self._transport = transport
+        self.transport = transport
 
     async def send(self, data: bytes) -> None:
         """Write at once; raises `Gone` if the router has left."""
         if self.gone.is_set():
             raise Gone
-        self._transport.write(data)
+        self.transport.write(data)
         # Let the loop run: continuous writing must not hide that the other side has left.
         await asyncio.sleep(0)
 
@@ -128,11 +128,11 @@ class Exchange:
 
     def close(self) -> None:
         """Close the connection, which ends a body without a length."""
-        self._transport.close()
+        self.transport.close()
 
     def reset(self) -> None:
         """Reset the connection, as a dying process does."""
-        self._transport.abort()
+        self.transport.abort()
 
 
 Behaviour: TypeAlias = Callable[[Exchange], Awaitable[None]]

@@ -77,6 +77,7 @@ Options options_of(nb::dict from) {
     options.head_bytes = nb::cast<u64>(from["head_bytes"]);
     options.max_body_bytes = nb::cast<u64>(from["max_body_bytes"]);
     options.max_held_bytes = nb::cast<u64>(from["max_held_bytes"]);
+    options.passes_429 = nb::cast<bool>(from["passes_429"]);
     options.request_s = nb::cast<double>(from["request_s"]);
     options.client_stall_s = nb::cast<double>(from["client_stall_s"]);
     options.keep_alive_s = nb::cast<double>(from["keep_alive_s"]);

@@ -104,7 +104,8 @@ struct AsTuple {
     nb::object operator()(const Opened& opened) const {
         return nb::make_tuple("opened", id, latin(opened.method), bytes_of(opened.target),
                               opened.is_of_reserve, list_of(opened.fields), opened.client,
-                              opened.client_port, bytes_of(opened.body), opened.is_whole);
+                              opened.client_port, bytes_of(opened.body), opened.is_whole,
+                              opened.was_prepared);
     }
     nb::object operator()(const Prepare& prepare) const {
         return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),
@@ -135,13 +136,16 @@ struct AsTuple {
                               ended.seconds, ended.body_bytes, name_of(ended.failure), ended.events,
                               ended.is_json, bytes_of(ended.usage), bytes_of(ended.first_usage));
     }
-    nb::object not_served(const char* kind, const HandedOver& by) const {
-        return nb::make_tuple(kind, id, by.replica, name_of(by.failure), by.status,
-                              by.retry_after_s ? nb::cast(*by.retry_after_s) : nb::none());
+    static nb::object not_served(const HandedOver& by) {
+        return nb::make_tuple(by.replica, name_of(by.failure), by.status,
+                              by.retry_after_s ? nb::cast(*by.retry_after_s) : nb::none(),
+                              by.beside ? not_served(*by.beside) : nb::none());
     }
-    nb::object operator()(const HandedOver& over) const { return not_served("handed_over", over); }
+    nb::object operator()(const HandedOver& over) const {
+        return nb::make_tuple("handed_over", id, not_served(over));
+    }
     nb::object operator()(const Overtaken& overtaken) const {
-        return not_served("overtaken", overtaken.first);
+        return nb::make_tuple("overtaken", id, not_served(overtaken.first));
     }
     nb::object operator()(const Running& running) const {
         return nb::make_tuple("running", id, record(running.so_far));

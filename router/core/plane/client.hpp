@@ -93,10 +93,10 @@ private:
             client.on_second(head, piece, is_last);
         }
         void on_piece(std::string_view, bool) override {}
-        void on_failure(Failure, bool, std::string_view) override {
+        void on_failure(Failure failure, bool, std::string_view) override {
             upstream = nullptr;
-            has_failed = true;
-            if (!is_starting) client.on_second_failed();
+            failed = failure;
+            if (!is_starting) client.on_second_failed({{}, failed, 0, std::nullopt});
         }
         void on_no_memory() override { on_failure(Failure::malformed, false, {}); }
 
@@ -105,7 +105,8 @@ private:
         std::string request;
         Upstream* upstream = nullptr;
         double started_at = 0;
-        bool is_starting = true, has_failed = false;
+        bool is_starting = true;
+        std::optional<Failure> failed;
     };
 
     // Reading
@@ -157,7 +158,7 @@ private:
     void try_second(const Ask& ask);
     void on_second(const http::ResponseHead& head, std::string_view piece, bool is_last);
     void stop_waiting();
-    void on_second_failed();
+    void on_second_failed(HandedOver how);
     void be_overtaken(HandedOver first);
     // The response
     void begin_response(const http::ResponseHead& head, std::string& out);
@@ -237,6 +238,7 @@ private:
     Late late_;
     std::optional<Ask> ask_;  // for a second attempt
     std::unique_ptr<Second> second_;
+    std::unique_ptr<HandedOver> beside_;  // how one of the two attempts failed
     Shown shown_ = Shown::not_yet;  // while it runs
     // Its response
     int status_ = 0;

@@ -344,6 +344,7 @@ void Client::hand_over(HandedOver why) {
     was_forwarded_ = false;
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
+    why.beside = std::move(beside_);
     thread_.post(exchange_, std::move(why));
     post_opened();
 }
@@ -390,7 +391,7 @@ void Client::try_second(const Ask& ask) {
                                            forward.body ? sv(*forward.body) : sv(body_),
                                            thread_.now());
     second.is_starting = false;
-    if (second.has_failed) on_second_failed();
+    if (second.failed) on_second_failed({{}, second.failed, 0, std::nullopt});
 }
 
 // Its first byte is here, or is not waited for any longer.
@@ -400,7 +401,9 @@ void Client::stop_waiting() {
     late_at_ = 0;
 }
 
-void Client::on_second_failed() {
+void Client::on_second_failed(HandedOver how) {
+    how.replica = std::move(second_->placed.prediction.replica);
+    beside_ = std::make_unique<HandedOver>(std::move(how));
     thread_.post(0, SecondAttempt{"failed"});
     second_.reset();
 }
@@ -408,7 +411,7 @@ void Client::on_second_failed() {
 void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) second_->upstream = nullptr;
     if (head.status >= 500 || is_not_now(head.status)) {
-        on_second_failed();
+        on_second_failed({{}, std::nullopt, head.status, std::nullopt});
         return;
     }
     thread_.post(0, SecondAttempt{"won"});
@@ -420,6 +423,8 @@ void Client::on_second(const http::ResponseHead& head, sv piece, bool is_last) {
 
 // The second attempt takes the place of the first.
 void Client::be_overtaken(HandedOver first) {
+    beside_ = std::make_unique<HandedOver>(
+        HandedOver{prediction_.replica, first.failure, first.status, first.retry_after_s});
     const std::unique_ptr<Second> second = std::move(second_);
     if (upstream_ != nullptr) upstream_->abandon();
     booking_->ended(false, clock_now());

@@ -136,6 +136,7 @@ void Client::open_exchange(std::size_t used) {
     was_forwarded_ = has_begun_ = is_held_ = false;
     booking_.reset();
     usual_.reset();
+    beside_.reset();
     ask_.reset();
     late_at_ = 0;
     status_ = 0;
@@ -168,7 +169,8 @@ void Client::post_opened() {
                   .client = host_,
                   .client_port = port_,
                   .body = body_,
-                  .is_whole = is_body_whole_};
+                  .is_whole = is_body_whole_,
+                  .was_prepared = was_prepared_};
     opened.fields = fields();
     posted_ = body_.size();
     is_opened_ = true;

@@ -158,7 +158,8 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
 void Client::on_response(const http::ResponseHead& head, sv piece, bool is_last) {
     if (is_last) upstream_ = nullptr;
     const std::optional<u32> retry_after_s = retry_after_of(head);
-    const bool is_final = head.status == 429 && !retry_after_s;  // no other replica is tried
+    const bool is_final =  // no other replica is tried
+        head.status == 429 && (!retry_after_s || thread_.options().passes_429);
     if (booking_ && is_not_now(head.status) && !is_final) {
         if (second_) {
             be_overtaken({{}, std::nullopt, head.status, retry_after_s});

@@ -213,6 +213,8 @@ std::optional<Placed> Placing::place(const Question& question) {
     const std::optional<Read> read = this->read(question);
     std::optional<Choice> choice = read ? choose(question, *read) : std::nullopt;
     if (!choice || *under_way_ >= most_) return std::nullopt;
+    // Python sends the one by which a replica is probed: the others wait for how that ends.
+    if (choice->replica->conditions->has_breaker_open()) return std::nullopt;
     const Served& served = *read->served;
     const u32 replica = choice->state().replica;
     const i64 ahead = std::max<i64>(choice->state().queued_tokens, 0);

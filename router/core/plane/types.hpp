@@ -158,6 +158,7 @@ struct Opened {
     int client_port = 0;
     std::string body;
     bool is_whole = true;
+    bool was_prepared = false;  // Python has seen it before
 };
 struct BodyRead {
     std::string piece;
@@ -211,6 +212,7 @@ struct HandedOver {
     std::optional<Failure> failure;  // nothing: it responded `status`
     int status = 0;
     std::optional<u32> retry_after_s;
+    std::unique_ptr<HandedOver> beside = nullptr;  // the attempt beside this one, which failed as well
 };
 // A request that was decided here has ended; see `Prediction` of decider.hpp.
 struct Settled {
@@ -294,6 +296,7 @@ struct Options {
     u32 max_idle = 256;            // for each origin, in each thread
     u64 max_connections = 0;       // to replicas, in a thread; 0: no bound
     int reserved_from = 1 << 30;   // descriptors from here on are for probes and operators
+    bool passes_429 = false;        // every 429 is the client's answer: no replica is left alone for it
     double second_share = 0;        // the share of requests that may get a second attempt; 0: none
     http::Names dropped;  // a client's fields that are not for replicas
     std::vector<std::string> broken_events;   // by dialect: what ends a broken event stream

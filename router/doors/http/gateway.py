@@ -357,10 +357,18 @@ class Passage:
                 except RequestBodyError as error:
                     raise BadRequest(error.place, error.found, error.rule) from None
 
+    @property
+    def _was_under_way(self) -> bool:
+        """Return whether the core has sent it to a replica, which did not serve it."""
+        return self._exchange.failed_first is not None
+
     def _enter(self) -> Key | None:
         """Check that there is room, and the client's key; return the key."""
         gateway = self._gateway
-        gateway.router.admission.admit()
+        if self._was_under_way:
+            gateway.router.admission.readmit()
+        else:
+            gateway.router.admission.admit(came_before=self._exchange.was_prepared)
         self._is_admitted = True
         if self._exchange.is_of_reserve:
             raise Overloaded("is out of file descriptors")
@@ -372,7 +380,7 @@ class Passage:
         piece = exchange.take_body()
         if self._held_bytes + len(piece) > gateway.server.max_body_bytes:
             raise BodyTooLarge(gateway.server.max_body_bytes)
-        gateway.router.admission.hold(len(piece))
+        gateway.router.admission.hold(len(piece), was_held=self._was_under_way)
         self._held_bytes += len(piece)
         self._body.append(piece)
         if not exchange.more_body:

@@ -3,7 +3,7 @@ logged like those served in Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,6 +50,8 @@ class Settling:
     """True if each gets a line in the log."""
     entrance: Entrance | None
     """The queue for room; None: requests do not wait."""
+    on_served: Callable[[int], object]
+    """Called with the number of requests that ended."""
 
     def __post_init__(self) -> None:
         self._passed: dict[int, Waiter] = {}
@@ -69,6 +71,7 @@ class Settling:
         """
         settled, path = self._of_core(number, record)
         begun = self.preparation.begun(number)
+        self.on_served(1)
         self._leave_line(number, settled)
         self.preparation.settled(number, settled)
         routed = self.observers.settle(number, settled, path, self.policy)
@@ -93,7 +96,9 @@ class Settling:
 
     def summed(self, _number: int, *what: Any) -> None:
         """Requests are over that are reported by their sum only."""
-        self.observers.add(RequestSum.of_core(what), self.policy)
+        summed = RequestSum.of_core(what)
+        self.on_served(summed.requests)
+        self.observers.add(summed, self.policy)
 
     def left(self, number: int) -> None:
         """There was no memory for the record of its end: nothing is kept of it."""
@@ -105,11 +110,7 @@ class Settling:
         key = None if begun is None else begun.key
         tenant = "" if key is None or key.owner is None else key.name
         found = self.observers.handed_over(
-            number,
-            failed.replica,
-            failed.failure,
-            failed.retry_after_s,
-            tenant if failed.status == HTTPStatus.TOO_MANY_REQUESTS else "",
+            number, failed, tenant if failed.status == HTTPStatus.TOO_MANY_REQUESTS else ""
         )
         if begun is not None and begun.placed is not None and attempt is not None:
             begun.placed.failed(attempt, found.value)

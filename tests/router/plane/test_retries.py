@@ -192,11 +192,11 @@ def test_the_budget_never_saves_up_more_than_its_burst() -> None:
     """A quiet night must not pay for a morning of retries."""
     budget = RetryBudget(RetryLimits(budget_share=0.5, budget_burst=2))
     for _ in range(1000):
-        budget.add_request()
+        budget.add_requests()
     assert [budget.take() for _ in range(4)] == [True, True, False, False]
-    budget.add_request()
+    budget.add_requests()
     assert not budget.take()
-    budget.add_request()
+    budget.add_requests()
     assert budget.take()
 
 
