@@ -12,12 +12,12 @@ report what happens to a request:
 The files:
 
     attempts.py          where a request may be sent, how that fails, how often it is tried again
+    exchanges.py         a client's request that the core holds
     proxy_types.py       a request to a replica, and the reports on it
     proxied_messages.py  errors of the router's own, and the end of a broken event stream
     usage.py             the token counts and the id in a passing response
     addresses.py         where the hosts of replicas are
     secured.py           the router's TLS identity and trusted authorities, in the core
-    exchanges.py         a client's request that the core holds
     relays.py            a request that was sent on: its attempts, and their events from the core
     control.py           requests for the application behind the plane: pages, probes, scrapes
     data_plane.py        the core's threads, and the handlers of their events
