@@ -33,6 +33,7 @@ from kvevents.events import (
 from router.index.base import SourceId, SourceLimits
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
+from tests.support.index import blocks_held
 
 _RUN = 32
 """Blocks of a run."""
@@ -96,7 +97,7 @@ class Churn:
     def sample(self) -> Sample:
         """The state now."""
         core = getattr(self._index, "core", None)
-        blocks = sum(map(self._index.blocks_held, self._held))
+        blocks = sum(blocks_held(self._index, source) for source in self._held)
         return Sample(self.operations, blocks, core.sizes()[1] if core else 0, _resident_bytes())
 
     def _add(self, source: SourceId) -> None:

@@ -26,6 +26,7 @@ from router.feed.snapshot_records import restore
 from router.feed.source_feed import SavedSource
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from tests.support.index import blocks_held
 
 SECRET = b"shared"
 _PROMPT_BLOCKS = 500
@@ -96,11 +97,11 @@ async def take(running: PrefixIndex, options: Any, replay_s: float, replay_bytes
     restored = restore(read_sealed(data, SECRET, 900.0), "m", index, needs_own_keys=True)
     taking_s = time.process_time() - started
     assert len(restored) == options.replicas
-    assert index.blocks_held(restored[-1].source) == running.blocks_held(restored[-1].source)
+    assert blocks_held(index, restored[-1].source) == blocks_held(running, restored[-1].source)
     report(
         "start",
         replicas=options.replicas,
-        blocks=options.replicas * index.blocks_held(restored[0].source),
+        blocks=options.replicas * blocks_held(index, restored[0].source),
         replay_s=round(replay_s, 2),
         replay_mb=round(replay_bytes / 1e6, 1),
         sending_s=round(sending_s, 2),

@@ -1,10 +1,20 @@
-"""A snapshot as bytes, and back into an index."""
+"""A snapshot as bytes, and back into an index.
+
+The content of its records is that of the implementation of the index; here they are framed, so that
+a snapshot that was cut off, damaged or written by another version is refused as a whole:
+
+    magic, version    16 + 2 bytes
+    a frame each      length: 8 bytes; CRC-32 of all records so far: 4 bytes; the record
+    the end           a frame of length 0
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,7 +25,6 @@ from kvevents.sequence import fingerprint_seed, use_fingerprint_seed
 from router.errors import RouterError
 from router.feed.source_feed import SavedSource
 from router.index.base import SourceId
-from router.index.dump import FrameWriter, read_frames
 from router.index.index import PrefixIndex
 from router.index.sources import DumpError
 
@@ -23,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 _MAGIC = b"kvroute snapshot"
+_VERSION = struct.Struct(">H")
+_FRAME = struct.Struct(">QI")
 
 
 class SavedHead(msgspec.Struct, frozen=True, tag=True):
@@ -128,3 +139,57 @@ def restore(
         logger.warning("model %s: its part of the snapshot is not used: %s", model, error)
         return []
     return [each.saved for each in sources]
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+class FrameWriter:
+    """Frames records, one after the other."""
+
+    def __init__(self, magic: bytes, version: int) -> None:
+        self.head = magic + _VERSION.pack(version)
+        self._checksum = 0
+
+    def framed(self, record: bytes) -> bytes:
+        """Return the frame in front of a record; an empty record is the end."""
+        self._checksum = zlib.crc32(record, self._checksum)
+        return _FRAME.pack(len(record), self._checksum)
+
+
+def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memoryview]:
+    """Read the records that a `FrameWriter` framed.
+
+    Raises:
+        DumpError: It is incomplete, damaged, or of another version.
+    """
+    if bytes(data[: len(magic)]) != magic or len(data) < len(magic) + _VERSION.size:
+        raise DumpError(f"index dump of {len(data)} bytes: it must start with {magic.decode()!r}")
+    (found,) = _VERSION.unpack_from(data, len(magic))
+    if found != version:
+        raise DumpError(f"index dump: version {found} must be {version}")
+    position, checksum, length = len(magic) + _VERSION.size, 0, -1
+    while length:
+        length, expected, position = _frame(data, position)
+        record = data[position : position + length]
+        checksum = zlib.crc32(record, checksum)
+        if checksum != expected:
+            raise DumpError(f"index dump: damaged before byte {position + length}")
+        position += length
+        if record:
+            yield record
+    if position != len(data):
+        raise DumpError(f"index dump: {len(data) - position} bytes follow its end")
+
+
+def _frame(data: memoryview, position: int) -> tuple[int, int, int]:
+    """Read the frame at *position*: the record's length, the checksum, the record's start."""
+    start = position + _FRAME.size
+    if start > len(data):
+        raise DumpError(f"index dump: cut off at byte {len(data)}, inside a frame")
+    length, checksum = _FRAME.unpack_from(data, position)
+    if start + length > len(data):
+        raise DumpError(
+            f"index dump: cut off at byte {len(data)}; the record at byte {start} has {length}"
+        )
+    return length, checksum, start

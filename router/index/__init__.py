@@ -18,7 +18,6 @@ The files; each imports only what is listed above it:
     core_values.py     layouts, events and secrets as the core takes them
     sources.py         the state of one source outside the core; that of an index as records
     index.py           all sources of one model
-    dump.py            an index as bytes and back
     mirror_types.py    what goes into a mirror and comes out
     mirror.py          every cache: requests in prefill, ended ones, what is evicted next; estimates
 """

@@ -101,28 +101,6 @@ class Hit(NamedTuple):
 NO_HIT = Hit(0, 0)
 
 
-def token_columns(
-    hits: Mapping[SourceId, Hit], sources: list[SourceId]
-) -> tuple[list[int], list[int], list[int]]:
-    """The `gpu_cached_tokens`, the `cached_tokens` and the junction of several sources, 0 for
-    unknown ones.
-
-    The junction is the tokens behind `gpu_cached_tokens` whose full attention is on the GPU, and
-    whose window or state is gone: computed there once more, they are a hit for later prompts. 0
-    where a cache has no full attention.
-
-    Args:
-        hits: From `match_prompt`, or sums of such, which have no junctions.
-    """
-    columns = getattr(hits, "columns", None)
-    if columns is not None:
-        found: tuple[list[int], list[int], list[int]] = columns(sources)
-        return found
-    of_sources = [hits.get(source, NO_HIT) for source in sources]
-    gpu = [hit.gpu_cached_tokens for hit in of_sources]
-    return gpu, [hit.cached_tokens for hit in of_sources], [0] * len(sources)
-
-
 @dataclass(frozen=True, slots=True)
 class GroupHit:
     """The longest prefix that one group by itself accepts on the GPU."""

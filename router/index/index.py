@@ -382,34 +382,6 @@ class PrefixIndex:
                 computed += self._computed(source, known, prompt)
         return computed
 
-    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
-        """Match like `match_prompt`, for one source.
-
-        Args:
-            source: No hit where it is unknown.
-        """
-        known = self._sources.get(source)
-        if known is None:
-            return NO_HIT
-        is_long_enough = source in self._searching and len(prompt.hashed) >= 2
-        computed = self._computed(source, known, prompt) if is_long_enough else []
-        return self.core.match_source(prompt.hashed, known.slot, computed)
-
-    def match_tier(self, prompt: HashedPrompt, source: SourceId, tier: str) -> int:
-        """Return how many tokens of a prompt an empty cache could load from one lower tier of a
-        source, in its units and by the hit rule. The source's other tiers do not count.
-
-        Args:
-            source: 0 where it is unknown.
-            tier: Its name in events, in upper case.
-        """
-        known = self._sources.get(source)
-        if known is None:
-            return 0
-        is_long_enough = source in self._searching and len(prompt.hashed) >= 2
-        computed = self._computed(source, known, prompt) if is_long_enough else []
-        return self.core.match_tier(prompt.hashed, known.slot, tier, computed)
-
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         """Return the prefix that each group of a source would allow, by group index.
 
@@ -503,8 +475,7 @@ class PrefixIndex:
     # --- keeping ----------------------------------------------------------------------------------
 
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
-        """The whole state as records, for `router.index.dump`; of one source where *only* names
-        it.
+        """The whole state as records; of one source where *only* names it.
 
         Their form is the implementation's own, and none is empty. A source's record is made when it
         is asked for, so events may be applied in between.
@@ -561,17 +532,6 @@ class PrefixIndex:
 
     def holds(self, source: SourceId) -> bool:
         return source in self._sources
-
-    def blocks_held(self, source: SourceId) -> int:
-        """Distinct (group, block) that a source holds on its GPU; 0 where it is unknown."""
-        known = self._sources.get(source)
-        return self.core.blocks_held(known.slot) if known else 0
-
-    def removals(self, source: SourceId) -> int:
-        """Blocks that a source removed from its GPU since it was added or cleared, or reported the
-        loss of all; 0 where it is unknown."""
-        known = self._sources.get(source)
-        return self.core.removals(known.slot) if known else 0
 
     def announced(self, source: SourceId) -> CacheLayout | None:
         """Return the layout that a source's publisher announced; None where it announced none, or

@@ -27,16 +27,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from router._core import Books, Estimate, EstimatedVisit, Estimates, LoadPrices, Visit
+from router._core import Books, EstimatedVisit, Estimates, Visit
 from router._core import Mirror as CoreMirror
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.index.mirror_types import (
-    ApproximateHit,
     ApproximateStatistics,
     ByTier,
     CacheOutlook,
-    Coming,
     MirrorStatistics,
     Prefilling,
 )
@@ -172,10 +170,6 @@ class Mirror:
         """Return the speed of a replica of this model whose own speed is 1."""
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
 
-    def load_prices(self, source: SourceId) -> LoadPrices | None:
-        """Return the costs of loading at a cache; None where nothing was sent to it yet."""
-        return self.core.load_prices(self.number_of(source))
-
     def reuse_probability(self, model: str, idle_s: float) -> float:
         """Return the probability that a prefix will be used again."""
         return self.core.reuse_probability(self.number_of_model(model), idle_s)
@@ -199,15 +193,6 @@ class Mirror:
             self.number_of_model(model), [self.number_of(source)], [capacity_blocks], now
         )
         return CacheOutlook(*known)
-
-    def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
-        """Return the tokens of a prompt that each cache is computing for another one now.
-
-        Args:
-            tokens: Its length; 0 if it is unknown, then tokens behind the last key never count.
-        """
-        found = self.core.in_prefill(prompt.hashed, tokens)
-        return {self.source_of(cache): Coming(*coming) for cache, *coming in found}
 
     def expected(
         self,
@@ -255,23 +240,6 @@ class Mirror:
 # --- caches without events ------------------------------------------------------------------------
 
 
-class ApproximateCache:
-    """The estimate of one cache."""
-
-    def __init__(self, estimate: Estimate) -> None:
-        self._estimate = estimate
-        self.eviction_age_s: Callable[[float], float | None] = estimate.eviction_age_s
-
-    def hit(self, prompts: Sequence[Sequence[int]], most_tokens: int) -> ApproximateHit:
-        """Return the tokens of a request's prompts that it may hold.
-
-        Args:
-            prompts: The keys of each, every `STEP` tokens.
-            most_tokens: Tokens of all prompts that a hit may cover.
-        """
-        return ApproximateHit(*self._estimate.hit(prompts, most_tokens))
-
-
 class ApproximateCaches:
     """All caches that need an estimate. Belongs to one event loop."""
 
@@ -295,21 +263,8 @@ class ApproximateCaches:
         """
         self.lost_since = lost_since
         self._clock = clock
-        self._mirror = mirror
-        self._core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
-
-    def stand_in(
-        self, source: SourceId, cache_tokens: int | None, now: float
-    ) -> ApproximateCache | None:
-        """The estimate that stands in for a cache's events; None where they are complete, or not
-        missing for long.
-
-        Args:
-            cache_tokens: Its size by the engine; None: not reported.
-        """
-        number, lost_since = self._mirror.number_of(source), self.lost_since(source)
-        found = self._core.stand_in(number, lost_since, cache_tokens, now)
-        return None if found is None else ApproximateCache(found)
+        self.mirror = mirror
+        self.core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
 
     def visit(
         self, source: SourceId, prompts: Sequence[Sequence[int]], hit_tokens: int
@@ -320,19 +275,19 @@ class ApproximateCaches:
             prompts: The keys of each of its prompts, every `STEP` tokens.
             hit_tokens: Those predicted to be cached.
         """
-        return self._core.visit(self._mirror.number_of(source), prompts, hit_tokens)
+        return self.core.visit(self.mirror.number_of(source), prompts, hit_tokens)
 
     def forget(self, replica: str) -> None:
         """Forget what is cached at a replica: it restarted, failed, or was removed."""
-        self._core.forget(self._mirror.numbers_of(replica))
+        self.core.forget(self.mirror.numbers_of(replica))
 
     def statistics(self) -> dict[SourceId, ApproximateStatistics]:
         """Return the state of the caches that an estimate stands in for now; those of others are
         dropped."""
         now, found = self._clock(), {}
-        for number in self._core.caches():
-            source = self._mirror.source_of(number)
-            values: Any = self._core.statistics(number, self.lost_since(source), now)
+        for number in self.core.caches():
+            source = self.mirror.source_of(number)
+            values: Any = self.core.statistics(number, self.lost_since(source), now)
             if values is not None:
                 found[source] = ApproximateStatistics(*values)
         return found

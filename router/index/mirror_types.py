@@ -18,15 +18,6 @@ ByTier: TypeAlias = Sequence[tuple[str, int]]
 """Tokens of each lower tier or store, as in `Hit.by_tier`."""
 
 
-class Coming(NamedTuple):
-    """Tokens of a prompt that a cache will have, before events show them."""
-
-    tokens: int
-    """Tokens of the hit."""
-    run: int
-    """Tokens that full attention will have, at least as many: beyond the hit it is a junction."""
-
-
 class CacheOutlook(NamedTuple):
     """Holds a cache's state for a new request, besides its hit."""
 
@@ -73,14 +64,6 @@ class MirrorStatistics:
     kept: Annotated[int, gauge("kvroute_mirror_kept_keys")]
     """Keys bounded by `policy.mirror_max_keys`: pieces of 64 tokens of the prompts of which
     something is remembered so, and four for each prompt."""
-
-
-class ApproximateHit(NamedTuple):
-    """Holds the tokens of a prompt that a cache may hold."""
-
-    tokens: int
-    trust: float
-    """The share of the tokens that were promised there lately that was cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,6 @@ class HashedPrompt:
             keys = self._keys[step] = self._core.prefix_keys(self.hashed, step)
         return keys
 
-    def forget_keys(self, step: int) -> None:
-        """Free the memory that the keys of a step take; asked for again, they are made again."""
-        self._keys.pop(step, None)
-
     def spellings(self, step: int) -> Iterator[Sequence[ExtraKeys]]:
         """The ways in which engines may hash the extra keys of blocks of *step* tokens."""
         blocks = -(-len(self.hashed) // step)

@@ -99,17 +99,6 @@ class Weights:
         """The cost of a token from a lower tier or a shared store."""
         return self.tier_token.get(name.upper(), self.lower_tier_token)
 
-    def of_lower(self, by_tier: Sequence[tuple[str, int]]) -> float:
-        """The mean cost of the tokens of a hit below the GPU, where no loads were measured.
-
-        Args:
-            by_tier: Tokens of each tier or store; empty where they are not separated.
-        """
-        tokens = sum(count for _, count in by_tier)
-        if not tokens:
-            return self.lower_tier_token
-        return sum(count * self.of_tier(name) for name, count in by_tier) / tokens
-
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the fields of a request that a policy sees."""

@@ -34,9 +34,9 @@ from kvroute_engine.demo.play import DemoSettings, Scene
 from kvroute_engine.demo.processes import DemoFailed, engines
 from kvroute_engine.demo.workload import WorkloadSizes, questions_about_documents
 from router.index.base import SourceId
-from router.index.dump import dump, load
 from router.index.index import PrefixIndex
 from router.index.sources import DumpError
+from tests.support.index import dump, load
 from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port
 from tests.support.waiting import eventually

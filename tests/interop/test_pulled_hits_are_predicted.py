@@ -9,6 +9,7 @@ from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
 from tests.interop.offloading_engine import OffloadingEngine
 from tests.interop.record_offloading import Workload, variants
+from tests.support.index import match_tier
 
 HOLDER = SourceId("holder")
 
@@ -34,7 +35,7 @@ def test_what_a_tier_gives_an_empty_engine_is_predicted(name: str) -> None:
             index.apply(HOLDER, frame)
         engine.frames.clear()
         asked = [*workload.known[-6:], *([*known, 1, 2, 3] for known in workload.known[-6:])]
-        predicted = [index.match_tier(index.prepare(prompt), HOLDER, "CPU") for prompt in asked]
+        predicted = [match_tier(index, index.prepare(prompt), HOLDER, "CPU") for prompt in asked]
         engine.reset()
         assert predicted == [engine.hit(prompt) for prompt in asked]
         pulled += sum(predicted)

@@ -41,7 +41,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # The index.
     "router/index/layout_learner.py": _CORE,
     "router/index/hash_finder.py": _CORE,
-    "router/index/dump.py": _CORE,
     # Routing and scoring.
     "router/routing/known.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/planner.py": (
@@ -143,7 +142,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/feed/beginning.py": ("tests/router/feed",),
     "router/feed/snapshot_file.py": ("tests/router/feed",),
     "router/feed/snapshot_peers.py": ("tests/router/feed",),
-    "router/feed/snapshot_records.py": ("tests/router/feed",),
+    "router/feed/snapshot_records.py": ("tests/router/feed", "tests/router/index/test_dump.py"),
     "router/fleet/discovery/dns.py": ("tests/router/fleet/discovery",),
     "router/fleet/discovery/file.py": ("tests/router/fleet/discovery",),
     "router/fleet/discovery/keeper.py": ("tests/router/fleet/discovery",),

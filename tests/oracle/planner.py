@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from kvevents.events import CPU
 from router.fleet.replica import Replica
-from router.index.base import NO_HIT, Hit, SourceId, token_columns
+from router.index.base import NO_HIT, Hit, SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror_types import Coming
 from router.index.prompt import HashedPrompt
 from router.policies import (
     PEER,
@@ -36,6 +35,7 @@ from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits
 from tests.oracle.scoring.standings import IDLE, LEAST_TRUST, ChangingStandings
 from tests.oracle.states import States, sort_out, state_of_rank
+from tests.support.index import Coming, match_tier, token_columns
 
 LEAST_PULL = 512
 """Tokens that a pull must save; fewer are computed in a step."""
@@ -263,7 +263,7 @@ class ReferencePlanner:
         for cached, _, replica in holders:
             if cached <= most:  # its memory holds no more than it has in all
                 break
-            tokens = index.match_tier(prompts[0], replica.cache, CPU)
+            tokens = match_tier(index, prompts[0], replica.cache, CPU)
             if tokens > most:
                 best, most = _Prefix(tokens, replica), tokens
         return best

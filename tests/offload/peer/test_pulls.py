@@ -26,6 +26,7 @@ from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from tests.support.index import match_source, match_tier
 
 CONFIG = EngineConfig(
     preset="gemma", num_blocks=600, max_num_batched_tokens=100, cpu_blocks=600, device="cpu"
@@ -139,7 +140,7 @@ def test_what_is_pulled_is_what_would_be_computed_and_what_events_promise(
     index.apply(HOLDER, EventBatch(0.0, tuple(holder.published.events)))
     for name, prompt, wanted in (("same", PROMPT, expected), ("longer", longer, reference)):
         fresh = start(False, preset=preset)
-        promised = index.match_tier(index.prepare(prompt), HOLDER, "CPU")
+        promised = match_tier(index, index.prepare(prompt), HOLDER, "CPU")
         tokens, cached = fresh.serve(name, prompt, holder.address)
         assert tokens == wanted
         # Of a prompt that is held as a whole, the last token is computed again.
@@ -156,7 +157,7 @@ def test_what_was_pulled_is_a_copy_of_ones_own(start: Start) -> None:
     second.serve("b", PROMPT, holder.address)
     index = PrefixIndex()
     index.apply(HOLDER, EventBatch(0.0, tuple(second.published.events)))
-    assert index.match_source(index.prepare(PROMPT), HOLDER).gpu_cached_tokens >= 288
+    assert match_source(index, index.prepare(PROMPT), HOLDER).gpu_cached_tokens >= 288
     assert second.serve("again", PROMPT)[1] >= 288, "without naming anybody"
     holder.engine.close()
     tokens, cached = third.serve("c", PROMPT, second.address)

@@ -232,9 +232,6 @@ class PromptKeys:
             self._prefix_keys[step] = self._picked(step) or self.keys(step)
         return self._prefix_keys[step]
 
-    def forget_keys(self, step: int) -> None:
-        self._prefix_keys.pop(step, None)
-
     def _picked(self, step: int) -> list[int] | None:
         """Every n-th of finer keys that were computed before; None if there are no such keys."""
         for finer, lookahead in self._keys:

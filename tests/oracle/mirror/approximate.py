@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.index.base import SourceId
-from router.index.mirror_types import STEP, ApproximateHit, ApproximateStatistics
+from router.index.mirror_types import STEP, ApproximateStatistics
 from router.routing.fading import FadingRatio
 from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.oracle.mirror.ownership import Ownership, Use
+from tests.support.index import ApproximateHit
 
 
 class _Met(NamedTuple):

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from router.index.mirror_types import STEP, Coming
+from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.layout import UNKNOWN, Layout
 from tests.oracle.mirror.prefix_tree import PrefixTree, equal_keys
+from tests.support.index import Coming
 
 
 class Prompt(Protocol):

@@ -26,7 +26,6 @@ from router.index.mirror_types import (
     WORTH_PUBLISHING,
     ByTier,
     CacheOutlook,
-    Coming,
     MirrorStatistics,
     Prefilling,
 )
@@ -39,6 +38,7 @@ from tests.oracle.mirror.layout import UNKNOWN, Layout, layout_of
 from tests.oracle.mirror.loading import LoadPrices
 from tests.oracle.mirror.ownership import Ownership, Taken, Use
 from tests.oracle.mirror.traffic import FadingRate, ModelTraffic
+from tests.support.index import Coming, blocks_held, match_source, removals
 
 FADE_S = 30.0
 """How long what was sent to a cache counts in its rates."""
@@ -594,8 +594,8 @@ class ReferenceMirror:
             rates = FadingRate(FADE_S, now), FadingRate(FADE_S, now)
             cache = _Cache(source, index, now, *rates, LoadPrices(self._load_price))
             self._caches[source] = cache
-            cache.removals = index.removals(source)
-            cache.had_content = index.blocks_held(source) > 0
+            cache.removals = removals(index, source)
+            cache.had_content = blocks_held(index, source) > 0
         return cache
 
     def _enter_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
@@ -625,8 +625,8 @@ class ReferenceMirror:
         return UNKNOWN if cache is None else cache.layout
 
     def _eviction_age_s(self, cache: _Cache, now: float) -> float | None:
-        held = cache.index.blocks_held(cache.source)
-        if cache.index.removals(cache.source):
+        held = blocks_held(cache.index, cache.source)
+        if removals(cache.index, cache.source):
             is_full = held >= cache.most_blocks * self.EMPTIED
         else:
             capacity = cache.capacity_blocks
@@ -649,8 +649,6 @@ class ReferenceMirror:
         cache.order.end(use, layout.held_blocks_per_key)
         if not layout.windows_first:
             _leave(cache, visit, ends, before)
-        if visit.prompt is not None and layout.hit_tokens != STEP:
-            visit.prompt.forget_keys(layout.hit_tokens)  # it is kept for long, and they are many
 
     def _look_at_layout(self, cache: _Cache) -> Layout:
         cache.layout = layout_of(cache.index, cache.source)
@@ -664,19 +662,19 @@ class ReferenceMirror:
         # Soon after the start, and now and then: what it keeps shows only in what it has stored.
         if cache.looks % 256 == 0 or cache.looks & (cache.looks - 1) == 0:
             self._look_at_layout(cache)
-        cache.most_blocks = max(cache.most_blocks, cache.index.blocks_held(cache.source))
+        cache.most_blocks = max(cache.most_blocks, blocks_held(cache.index, cache.source))
         self._forget_evicted(cache)
 
     def _forget_evicted(self, cache: _Cache) -> None:
         """Forget what has been evicted since the last look."""
-        removals = cache.index.removals(cache.source)
-        if removals == cache.removals:
+        removed = removals(cache.index, cache.source)
+        if removed == cache.removals:
             return
-        if removals < cache.removals:  # it was cleared, and may have been another process's
+        if removed < cache.removals:  # it was cleared, and may have been another process's
             cache.content.clear()
             cache.order.clear()
             cache.had_content = False
-        cache.removals = removals
+        cache.removals = removed
         while (oldest := cache.content.oldest()) is not None and not _is_left(cache, oldest):
             self._drop(cache, oldest)
             cache.had_content = False
@@ -742,10 +740,10 @@ def _free_blocks(cache: _Cache) -> float:
     """Blocks that hold nothing, about: a request's last block in each group is not full."""
     capacity = cache.capacity_blocks
     if capacity is None:
-        if not cache.index.removals(cache.source):
+        if not removals(cache.index, cache.source):
             return math.inf
         capacity = cache.most_blocks
-    held, layout = cache.index.blocks_held(cache.source), cache.layout
+    held, layout = blocks_held(cache.index, cache.source), cache.layout
     copies = cache.order.copied_keys * layout.held_blocks_per_key
     copies += cache.recomputed_tokens / STEP * layout.full_blocks_per_key
     return max(capacity - held - copies - cache.decoding * layout.groups, 0.0)
@@ -766,7 +764,7 @@ def _evictable(cache: _Cache) -> float:
 
 def _full_run(cache: _Cache, prompt: HashedPrompt) -> int:
     """How much of a prompt is there in full attention; of a cache without, the hit."""
-    found = cache.index.match_source(prompt, cache.source).gpu_cached_tokens
+    found = match_source(cache.index, prompt, cache.source).gpu_cached_tokens
     if not cache.layout.is_sparse:
         return found
     hits = cache.index.explain(prompt, cache.source)
@@ -784,7 +782,7 @@ def _is_left(cache: _Cache, oldest: Use) -> bool:
             oldest.rest = run / STEP - len(oldest.keys)
             cache.order.weigh(oldest, cache.layout.held_blocks_per_key)
         return True
-    _note_refill(cache, oldest, cache.index.match_source(oldest.prompt, cache.source))
+    _note_refill(cache, oldest, match_source(cache.index, oldest.prompt, cache.source))
     return False
 
 

@@ -70,7 +70,21 @@ def lower_cost(standings: Standings, number: int, weights: Weights) -> float:
         weights: What it costs where it was not measured.
     """
     lower = standings.lower_of(number)
-    return weights.of_lower(lower.by_tier) if lower.load_price is None else lower.load_price
+    if lower.load_price is not None:
+        return lower.load_price
+    return mean_price(weights, lower.by_tier)
+
+
+def mean_price(weights: Weights, by_tier: Sequence[tuple[str, int]]) -> float:
+    """The mean cost of the tokens of a hit below the GPU, where no loads were measured.
+
+    Args:
+        by_tier: Tokens of each tier or store; empty where they are not separated.
+    """
+    tokens = sum(count for _, count in by_tier)
+    if not tokens:
+        return weights.lower_tier_token
+    return sum(count * weights.of_tier(name) for name, count in by_tier) / tokens
 
 
 def state_of(candidate: Candidate) -> State:

@@ -19,7 +19,7 @@ from router.policies import (
 )
 from tests.oracle.scoring.delay import delays_of, mean_congestion
 from tests.oracle.scoring.policies import REFERENCES, draw, make_reference
-from tests.oracle.scoring.standings import ChangingStandings, standings_of
+from tests.oracle.scoring.standings import ChangingStandings, mean_price, standings_of
 from tests.router.policies.candidates import candidate_lists, tokens
 
 WEIGHTS = Weights(recent_trust=0.75)
@@ -45,7 +45,7 @@ def _wait(tokens: int, candidate: Candidate) -> float:
     gpu = max(candidate.gpu_cached_tokens * trust, candidate.recent_tokens * WEIGHTS.recent_trust)
     gpu = min(gpu, tokens)
     lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), tokens - gpu)
-    lower_cost = lower * WEIGHTS.of_lower(candidate.by_tier) if lower else 0.0
+    lower_cost = lower * mean_price(WEIGHTS, candidate.by_tier) if lower else 0.0
     uncached = tokens - gpu - lower
     return (uncached + lower_cost + _busyness(candidate.load)) / candidate.speed
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from router._core import EstimatedVisit
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import ApproximateCache, ApproximateCaches, Mirror
+from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
+from tests.support.index import AskedCaches, EstimatedCache
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 ALWAYS = float("-inf")
@@ -36,7 +37,7 @@ class Fleet:
     ) -> None:
         self.now = 0.0
         self.lost: dict[SourceId, float | None] = {R0: ALWAYS, R1: ALWAYS}
-        self.caches = ApproximateCaches(
+        self.caches = AskedCaches(
             self.lost.__getitem__,
             mirror or Mirror(),
             after_s,
@@ -45,7 +46,7 @@ class Fleet:
             clock=lambda: self.now,
         )
 
-    def cache(self, source: SourceId = R0, tokens: int | None = None) -> ApproximateCache | None:
+    def cache(self, source: SourceId = R0, tokens: int | None = None) -> EstimatedCache | None:
         return self.caches.stand_in(source, tokens, self.now)
 
     def hit(self, keys: Sequence[int], source: SourceId = R0) -> int:

@@ -14,6 +14,7 @@ from kvevents.sealing import HashKey, hold_key, sealed
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
+from tests.support.index import match_source
 
 GROUPS = (FULL, window(48), mamba(32))
 PROMPT = Prefix(tokens(160))
@@ -46,7 +47,7 @@ def test_hashes_find_what_tokens_find(events: list[Event], blocks: int) -> None:
     apply(index, *events)
     prompt = index.prepare([*PROMPT.tokens[: blocks * 16], 1])
     found = index.match_hashes(SOURCE, PROMPT.hashes[:blocks])
-    assert found.hit == index.match_source(prompt, SOURCE)
+    assert found.hit == match_source(index, prompt, SOURCE)
     assert found.groups == index.explain(prompt, SOURCE)
     assert (found.problem is None) == (found.held > 0)
 

@@ -39,7 +39,6 @@ from router.index.base import (
     SourceStatistics,
     WaitingStatistics,
     pack_keys,
-    token_columns,
     unpack_keys,
 )
 from router.index.index import PrefixIndex
@@ -47,6 +46,7 @@ from router.index.layout_learner import LayoutHints
 from router.index.prompt import HashedPrompt
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
+from tests.support.index import blocks_held, match_source, removals, token_columns
 
 PROMPT = Prefix(tokens(160))
 
@@ -140,14 +140,14 @@ def test_a_removal_leaves_as_many_copies_as_the_engine_tells(
 def test_the_blocks_held_are_distinct_and_on_the_gpu(implementation: Implementation) -> None:
     """Lower tiers say nothing of how full the GPU is, and a further copy is no further block."""
     index = index_with(implementation)
-    assert index.blocks_held(SOURCE) == 0
+    assert blocks_held(index, SOURCE) == 0
     apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64), 0, 32))
     apply(index, PROMPT.stored(0, FULL, 0, 32), PROMPT.offloaded(0, [16, 32]))
-    assert index.blocks_held(SOURCE) == 12
+    assert blocks_held(index, SOURCE) == 12
     apply(index, PROMPT.removed(0, [16]), PROMPT.removed(0, [160]))
-    assert index.blocks_held(SOURCE) == 11
+    assert blocks_held(index, SOURCE) == 11
     apply(index, AllBlocksCleared())
-    assert index.blocks_held(SOURCE) == 0
+    assert blocks_held(index, SOURCE) == 0
 
 
 def test_removals_are_those_of_the_gpu_since_it_was_known_to_be_empty(
@@ -157,17 +157,17 @@ def test_removals_are_those_of_the_gpu_since_it_was_known_to_be_empty(
     index = index_with(implementation)
     apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16, 32]))
     apply(index, PROMPT.removed(0, [16], "CPU"), PROMPT.removed(1, [32]))
-    assert index.removals(SOURCE) == 0
+    assert removals(index, SOURCE) == 0
     apply(index, PROMPT.removed(0, [16, 160]))
     apply(index, replace(PROMPT.removed(0, [32]), remaining_copy_counts=[0]))
-    assert index.removals(SOURCE) == 3
+    assert removals(index, SOURCE) == 3
     apply(index, TierBlocksCleared("CPU"))
-    assert index.removals(SOURCE) == 3
+    assert removals(index, SOURCE) == 3
     apply(index, AllBlocksCleared())
-    assert index.removals(SOURCE) == 0
+    assert removals(index, SOURCE) == 0
     apply(index, PROMPT.stored(0, FULL), PROMPT.removed(0, [16]))
     index.clear(SOURCE)
-    assert index.removals(SOURCE) == 0
+    assert removals(index, SOURCE) == 0
 
 
 def test_removals_are_counted_for_each_group_as_long_as_the_source_is_followed(
@@ -197,7 +197,7 @@ def test_one_source_is_matched_as_it_is_among_all(implementation: Implementation
     index.apply(other, EventBatch(0.0, [PROMPT.stored(0, FULL, 0, 48)]))
     index.add(empty)
     prompt = index.prepare(tokens(161))
-    alone = {source: index.match_source(prompt, source) for source in (SOURCE, other, empty)}
+    alone = {source: match_source(index, prompt, source) for source in (SOURCE, other, empty)}
     assert alone == index.match_prompt(prompt)
     assert alone[other] == Hit(48, 48)
 
@@ -272,8 +272,8 @@ def test_the_hits_of_a_match_are_a_mapping(implementation: Implementation) -> No
 
 def test_a_source_that_is_not_known_holds_nothing(index: PrefixIndex) -> None:
     """It may have been dropped a moment ago."""
-    assert index.blocks_held(SOURCE) == index.removals(SOURCE) == 0
-    assert index.match_source(index.prepare(tokens(161)), SOURCE) == Hit(0, 0)
+    assert blocks_held(index, SOURCE) == removals(index, SOURCE) == 0
+    assert match_source(index, index.prepare(tokens(161)), SOURCE) == Hit(0, 0)
 
 
 def test_of_a_large_source_that_was_dropped_nothing_is_left_for_others(
@@ -792,7 +792,7 @@ def test_a_large_cache_that_is_cleared_begins_anew(implementation: Implementatio
         assert (gpu_hit(index, long.tokens), gpu_hit(index, short.tokens)) == (0, 160)
         assert gpu_hit(index, long.tokens, other) == 80_000
         assert statistics(index).blocks == {(0, "GPU"): 10, (1, "GPU"): 10}
-        assert index.removals(SOURCE) == 0
+        assert removals(index, SOURCE) == 0
         assert apply(index, AllBlocksCleared()) == ApplyResult(removed=20, cleared=True)
     apply(index, *held)
     index.tidy()

@@ -28,13 +28,21 @@ from kvevents.events import (
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
 from kvevents.sealing import HashKey, hold_key, sealed
-from router.index.base import SourceId, SourceLimits, token_columns
-from router.index.dump import dump, load
+from router.index.base import SourceId, SourceLimits
 from router.index.hash_finder import HashForm
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, StoreHint, TierHint
 from tests.oracle.index.index import ReferenceIndex
 from tests.router.index.implementations import CORE
+from tests.support.index import (
+    blocks_held,
+    dump,
+    load,
+    match_source,
+    match_tier,
+    removals,
+    token_columns,
+)
 
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
 
@@ -278,10 +286,10 @@ class Pair:
     def ask(self, *prompt: Any) -> None:
         alone, native = self.rng.choice(self.sources), self.native.prepare(*prompt)
         expected_alone = self.reference.match_source(self.reference.prepare(*prompt), alone)
-        assert self.native.match_source(native, alone) == expected_alone, prompt
+        assert match_source(self.native, native, alone) == expected_alone, prompt
         for tier in ("GPU", "CPU", "STORAGE", "DISK"):
             expected_below = self.reference.match_tier(self.reference.prepare(*prompt), alone, tier)
-            assert self.native.match_tier(native, alone, tier) == expected_below, (prompt, tier)
+            assert match_tier(self.native, native, alone, tier) == expected_below, (prompt, tier)
         expected, found = self.reference.match(*prompt), self.native.match(*prompt)
         assert found == expected, prompt
         sources = list(expected)
@@ -293,8 +301,8 @@ class Pair:
     def compare(self) -> None:
         assert self.native.statistics() == self.reference.statistics()
         for source in self.sources:
-            assert self.native.blocks_held(source) == self.reference.blocks_held(source)
-            assert self.native.removals(source) == self.reference.removals(source)
+            assert blocks_held(self.native, source) == self.reference.blocks_held(source)
+            assert removals(self.native, source) == self.reference.removals(source)
         if self.rng.random() < 0.5:
             CORE.expect_sound(self.native)
         elif self.rng.random() < 0.5:
@@ -437,7 +445,7 @@ def test_both_answer_the_same_of_long_prompts_with_holes_in_every_group(seed: in
         asked = native.prepare([*prompt, 1][:length])
         hits = native.match_prompt(asked)
         assert hits == reference.match([*prompt, 1][:length])
-        assert {source: native.match_source(asked, source) for source in sources} == hits
+        assert {source: match_source(native, asked, source) for source in sources} == hits
 
 
 # --- bytes that nobody checked --------------------------------------------------------------------

@@ -24,12 +24,12 @@ from kvevents.events import (
 from kvevents.hashing import HashChain
 from router.cli.recordings import Query, Record, RecordingReader
 from router.index.base import Hit, SourceId, SourceLimits
-from router.index.dump import dump, load
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, TierHint
 from router.index.sources import DumpError
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
+from tests.support.index import blocks_held, dump, load, removals
 
 STREAMS = sorted((Path(__file__).parents[2] / "conformance/streams").glob("*.jsonl.gz"))
 PROMPT = Prefix(tokens(160))
@@ -106,8 +106,8 @@ def test_every_source_comes_back_with_everything_it_knows(
     assert copy.statistics() == filled.statistics()
     assert copy.match(tokens(161)) == filled.match(tokens(161))
     assert copy.match(tokens(161)) == {SOURCE: Hit(160, 160), SECOND: Hit(64, 64)}
-    for source, held, removals in ((SOURCE, 22, 2), (SECOND, 4, 0)):
-        assert (copy.blocks_held(source), copy.removals(source)) == (held, removals)
+    for source, held, removed in ((SOURCE, 22, 2), (SECOND, 4, 0)):
+        assert (blocks_held(copy, source), removals(copy, source)) == (held, removed)
     assert dumped(copy_of(copy, implementation)) == dumped(copy)
     implementation.expect_sound(copy)
 

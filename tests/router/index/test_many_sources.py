@@ -11,6 +11,7 @@ from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, tokens, window
+from tests.support.index import match_source
 
 PROMPT = Prefix(tokens(640))
 COARSE = KVCacheGroup(GroupKind.FULL, 32)
@@ -35,7 +36,7 @@ def hits(index: PrefixIndex) -> dict[SourceId, int]:
     asked = [*PROMPT.tokens, 1]
     together = {source: hit.cached_tokens for source, hit in index.match(asked).items()}
     prompt = index.prepare(asked)
-    alone = {source: index.match_source(prompt, source).cached_tokens for source in together}
+    alone = {source: match_source(index, prompt, source).cached_tokens for source in together}
     assert together == alone
     return together
 

@@ -9,6 +9,7 @@ from router.index.base import SourceLimits
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
 from tests.support.blocks import FULL, SOURCE, Prefix, tokens
+from tests.support.index import blocks_held
 
 MANY = 20_000
 LONG = Prefix(tokens(16 * MANY))
@@ -93,5 +94,5 @@ def test_a_fleet_that_is_cleared_again_and_again_leaves_few_slots_behind() -> No
     apply(index, short.stored(0, FULL))
     slots = getattr(index, "_slots")  # noqa: B009 - of the compiled index alone
     assert max(slots.values()) <= 256
-    assert index.blocks_held(SOURCE) == 10
+    assert blocks_held(index, SOURCE) == 10
     assert memory(index) < EMPTY

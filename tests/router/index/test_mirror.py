@@ -21,14 +21,15 @@ from kvevents.publisher import announce
 from kvroute_engine.core.build import EngineConfig
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router._core import Visit
-from router.index.base import NO_HIT, SourceId, token_columns
+from router.index.base import NO_HIT, SourceId
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, StoreHint
 from router.index.mirror import Mirror
-from router.index.mirror_types import STEP, Coming, Prefilling
+from router.index.mirror_types import STEP, Prefilling
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.support.blocks import FULL
+from tests.support.index import Coming, in_prefill, load_prices, match_source, token_columns
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 
@@ -66,7 +67,7 @@ class Mirrored:
         return self.mirror.begin("m", self.index, source, prompts, len(ids), count, keep=keep)
 
     def in_prefill(self, ids: list[int]) -> dict[SourceId, int]:
-        found = self.mirror.in_prefill(self.prompt(ids))
+        found = in_prefill(self.mirror, self.prompt(ids))
         return {source: coming.tokens for source, coming in found.items()}
 
 
@@ -90,9 +91,9 @@ def test_an_equal_prompt_counts_up_to_its_last_token(mirrored: Mirrored) -> None
     """No whole number of keys: the rest would look like work, and a burst of them like a queue."""
     mirrored.begin(IDS)
     prompt = mirrored.prompt(IDS)
-    assert mirrored.mirror.in_prefill(prompt, len(IDS)) == {R0: Coming(999, 999)}
-    assert mirrored.mirror.in_prefill(prompt, len(IDS) + 1) == {R0: Coming(960, 960)}
-    assert mirrored.mirror.in_prefill(mirrored.prompt(IDS[:960]), 960) == {R0: Coming(959, 959)}
+    assert in_prefill(mirrored.mirror, prompt, len(IDS)) == {R0: Coming(999, 999)}
+    assert in_prefill(mirrored.mirror, prompt, len(IDS) + 1) == {R0: Coming(960, 960)}
+    assert in_prefill(mirrored.mirror, mirrored.prompt(IDS[:960]), 960) == {R0: Coming(959, 959)}
 
 
 def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrored) -> None:
@@ -260,7 +261,7 @@ class Engine:
             ids = prompts[name]
             shared = (_common(ids, prompts[other]) for other in names[number + 1 :])
             own_from = max(shared, default=0) // STEP * STEP
-            hit = self.index.match_source(self.index.prepare(array("I", ids)), R0)
+            hit = match_source(self.index, self.index.prepare(array("I", ids)), R0)
             if own_from < len(ids) // STEP * STEP and hit.gpu_cached_tokens > own_from + margin:
                 found.append(ends[name])
         return min(found, default=self.timeline.now_s)
@@ -357,7 +358,7 @@ def test_what_loading_takes_is_measured_where_a_prompt_is_alone() -> None:
         first = number % 10 * 10_000
         engine.send(f"request-{number}", [*range(first, first + 1200)], answer=4)
         engine.timeline.run()
-    prices = engine.mirror.load_prices(R0)
+    prices = load_prices(engine.mirror, R0)
     assert prices is not None
     assert prices.of("CPU") != 0.1, "it was measured"
     # The load is a moment, and the step that computes the last token 12.5 ms.
@@ -527,11 +528,11 @@ class Full(Mirrored):
 
     def coming(self, ids: list[int]) -> Coming:
         """Of a prompt, there."""
-        return self.mirror.in_prefill(self.prompt(ids), len(ids)).get(R0, Coming(0, 0))
+        return in_prefill(self.mirror, self.prompt(ids), len(ids)).get(R0, Coming(0, 0))
 
     def expected(self, ids: list[int]) -> int:
         prompt = self.prompt(ids)
-        hit = self.index.match_source(prompt, R0).gpu_cached_tokens
+        hit = match_source(self.index, prompt, R0).gpu_cached_tokens
         return self.mirror.expected(R0, prompt, len(ids), hit)
 
 
@@ -547,7 +548,7 @@ def test_what_the_gpu_has_given_up_may_be_left_in_a_shared_store() -> None:
     assert cache.mirror.outlook("m", R0, 64).refill == 1.0
     written = BlockStored(hashes, None, [], "STORAGE", 0)
     cache.index.apply(R0, EventBatch(0.0, [written, BlockRemoved(hashes, "GPU", 0)]))
-    found = cache.index.match_source(cache.prompt([*IDS, 1]), R0)
+    found = match_source(cache.index, cache.prompt([*IDS, 1]), R0)
     assert dict(found.by_tier) == {"bucket": 992}
     cache.serve(NEW[:320])
     assert cache.mirror.outlook("m", R0, 64).refill < 1.0
@@ -749,5 +750,5 @@ def test_what_is_in_prefill_is_what_a_comparison_with_each_prompt_says(
         if shared:
             expected[source] = max(expected.get(source, 0), shared)
     mirrored.mirror.take_others(heard)
-    found = mirrored.mirror.in_prefill(mirrored.prompt(wanted), len(wanted))
+    found = in_prefill(mirrored.mirror, mirrored.prompt(wanted), len(wanted))
     assert {source: coming.tokens for source, coming in found.items()} == expected

@@ -19,11 +19,11 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from router.index.base import ApplyResult, Hit, SourceId, SourceLimits
-from router.index.dump import dump, load
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, StoreHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, Prefix, apply, mamba, tokens, window
+from tests.support.index import dump, load
 
 A, B, ALONE = SourceId("a"), SourceId("b"), SourceId("alone")
 PROMPT = Prefix(tokens(160))

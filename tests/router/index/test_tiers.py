@@ -17,11 +17,11 @@ from kvevents.events import (
 )
 from kvevents.layout import KVCacheGroup
 from router.index.base import SourceLimits
-from router.index.dump import dump, load
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
+from tests.support.index import dump, load, match_source, match_tier
 
 PROMPT = Prefix(tokens(400))
 OTHER = Prefix(tokens(400, first=9000))
@@ -520,12 +520,12 @@ def test_what_one_tier_would_give_by_itself_leaves_out_all_else(index: PrefixInd
     on_disk = described(PROMPT, 128, 192, medium="STORAGE")
     apply(index, PROMPT.offloaded(0, [64, 128]), on_disk, PROMPT.stored(0, FULL, 0, 16))
     prompt = index.prepare(PROMPT.tokens)
-    assert index.match_source(prompt, SOURCE).cached_tokens >= 192
-    assert index.match_tier(prompt, SOURCE, "CPU") == 128
-    assert index.match_tier(prompt, SOURCE, "STORAGE") == 0, "its beginning is elsewhere"
-    assert index.match_tier(prompt, SOURCE, "GPU") == 0, "no lower tier"
-    assert index.match_tier(prompt, SOURCE._replace(replica="unknown"), "CPU") == 0
-    assert index.match_tier(index.prepare([7] * 200), SOURCE, "CPU") == 0
+    assert match_source(index, prompt, SOURCE).cached_tokens >= 192
+    assert match_tier(index, prompt, SOURCE, "CPU") == 128
+    assert match_tier(index, prompt, SOURCE, "STORAGE") == 0, "its beginning is elsewhere"
+    assert match_tier(index, prompt, SOURCE, "GPU") == 0, "no lower tier"
+    assert match_tier(index, prompt, SOURCE._replace(replica="unknown"), "CPU") == 0
+    assert match_tier(index, index.prepare([7] * 200), SOURCE, "CPU") == 0
 
 
 def test_a_window_that_is_gone_from_a_tier_shortens_what_it_would_give(
@@ -537,4 +537,4 @@ def test_a_window_that_is_gone_from_a_tier_shortens_what_it_would_give(
     fill(index, PROMPT, FULL, W64)
     apply(index, described(PROMPT, 0, 320), described(PROMPT, 128, 192, group=1))
     prompt = index.prepare(PROMPT.tokens)
-    assert index.match_tier(prompt, SOURCE, "CPU") == 192, "and not 320"
+    assert match_tier(index, prompt, SOURCE, "CPU") == 192, "and not 320"

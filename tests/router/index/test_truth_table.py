@@ -21,6 +21,7 @@ from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, TierHint
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, gpu_hit, mamba, tokens, window
+from tests.support.index import match_source
 
 W64 = window(64)
 """Needs the last four blocks of 16."""
@@ -204,7 +205,7 @@ def test_what_a_tier_adds_counts_against_what_is_replayed(
     assert index.match([*prompt.tokens[:80], 7])[SOURCE].cached_tokens == 80
     assert gpu_hit(index, prompt.tokens[:80]) == 64
     assert index.match([*prompt.tokens[:64], 7])[SOURCE].cached_tokens == 0
-    assert index.match_source(index.prepare([*prompt.tokens[:64], 7]), SOURCE).cached_tokens == 0
+    assert match_source(index, index.prepare([*prompt.tokens[:64], 7]), SOURCE).cached_tokens == 0
 
 
 # --- copies and order -----------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from router.fleet.load import LoadTracker
 from router.fleet.quiet_moments import QuietMoments
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import ApproximateCaches, Mirror
+from router.index.mirror import Mirror
 from router.policies import Candidate, RouteRequest, make_policy
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Bookings
 from router.routing.known import Known
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion
+from tests.support.index import AskedCaches
 
 IDS = list(range(1, 1026))
 LATER_S = 60.0
@@ -34,9 +35,7 @@ class Booked:
         self.now = 100.0
         self.mirror = Mirror(clock=lambda: self.now)
         self.load = LoadTracker(self.mirror.books)
-        self.caches = ApproximateCaches(
-            lambda _: -math.inf, self.mirror, 0.0, clock=lambda: self.now
-        )
+        self.caches = AskedCaches(lambda _: -math.inf, self.mirror, 0.0, clock=lambda: self.now)
         known = Known(self.load, mirror=self.mirror, approximate=self.caches)
         planner = RoutePlanner(make_policy("least_delay"), known, lambda: self.now)
         self.quiet = QuietMoments(1.0)

@@ -24,13 +24,14 @@ from router.fleet.replica import Replica
 from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.mirror import Mirror
-from router.index.mirror_types import STEP, Coming
+from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.sharing.board import MOST_DELAY_S
 from router.sharing.exchange import Sharing
 from router.sharing.slots import Slot, decode_slot, encode_slot
+from tests.support.index import Coming, in_prefill
 from tests.support.waiting import eventually
 
 IDS = array("I", range(1000))
@@ -187,14 +188,14 @@ async def test_what_is_computed_for_others_counts_as_sent_there(
     visit = there.begin()
     here.hear(there=there)
     prompt = here.prompt()
-    assert here.mirror.in_prefill(prompt) == {R0: Coming(960, 960)}
+    assert in_prefill(here.mirror, prompt) == {R0: Coming(960, 960)}
     keys = prompt.prefix_keys(STEP)
     assert here.recent.match(R0, keys, STEP, time.monotonic()) == 960
     partly = here.prompt([*IDS[:200], *range(5000, 5800)])
-    assert here.mirror.in_prefill(partly) == {R0: Coming(192, 192)}
+    assert in_prefill(here.mirror, partly) == {R0: Coming(192, 192)}
     visit.ended()
     here.hear()
-    assert here.mirror.in_prefill(prompt) == {}
+    assert in_prefill(here.mirror, prompt) == {}
 
 
 async def test_a_prompt_that_two_sent_there_at_once_waits_there_once(
@@ -228,7 +229,7 @@ async def test_keys_of_another_secret_are_left_alone_and_counted() -> None:
     here, there = Party(b"one"), Party(b"another")
     there.begin()
     here.hear(there=there)
-    assert here.mirror.in_prefill(here.prompt()) == {}
+    assert in_prefill(here.mirror, here.prompt()) == {}
     assert here.sharing.foreign_prefixes == 1
     for party in (here, there):
         await party.registry.close()

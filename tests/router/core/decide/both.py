@@ -10,9 +10,10 @@ from typing import Any
 
 from router.index.base import SourceId
 from router.index.mirror import Mirror
-from router.index.mirror_types import Coming, Prefilling
+from router.index.mirror_types import Prefilling
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
+from tests.support.index import Coming, in_prefill, load_prices
 
 
 def same(python: Any, native: Any) -> Any:
@@ -110,7 +111,9 @@ class BothMirrors:
         )
 
     def in_prefill(self, prompt: HashedPrompt, tokens: int = 0) -> dict[SourceId, Coming]:
-        found: dict[SourceId, Coming] = self._same("in_prefill", prompt, tokens)
+        found: dict[SourceId, Coming] = same(
+            self.python.in_prefill(prompt, tokens), in_prefill(self.native, prompt, tokens)
+        )
         return found
 
     def expected(self, *arguments: Any) -> int:
@@ -125,7 +128,7 @@ class BothMirrors:
         return found
 
     def load_prices(self, source: SourceId) -> Any:
-        python, native = self.python.load_prices(source), self.native.load_prices(source)
+        python, native = self.python.load_prices(source), load_prices(self.native, source)
         assert (python is None) == (native is None)
         for tier in ("CPU", "cpu", "DISK", ""):
             if python is not None and native is not None:

@@ -23,7 +23,7 @@ from router.fleet.replica import Replica
 from router.fleet.types import EventSource
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import ApproximateCaches, Mirror
+from router.index.mirror import Mirror
 from router.index.prompt import HashedPrompt
 from router.policies import (
     Candidate,
@@ -45,6 +45,7 @@ from tests.oracle.planner import ReferencePlanner
 from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import make_reference
 from tests.router.core.decide.both import same
+from tests.support.index import AskedCaches
 
 BLOCK = 16
 PROMPT = list(range(1, 2200))
@@ -277,7 +278,7 @@ class Setting:
                 if is_ours
                 else ReferenceMirror(1 << 20, clock, lambda tier: PRICES.get(tier, 0.1))
             )
-            make_estimates: Any = ApproximateCaches if is_ours else ReferenceEstimates
+            make_estimates: Any = AskedCaches if is_ours else ReferenceEstimates
             approximate = make_estimates(self.lost_since, mirror, 10.0, 1600, 1 << 20, clock)
             self.mirrors.append(mirror)
             self.estimates.append(approximate)

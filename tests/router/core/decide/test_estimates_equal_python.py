@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
-from router.index.mirror import ApproximateCaches
 from router.index.mirror_types import STEP
 from tests.oracle.mirror.approximate import ReferenceEstimates
 from tests.router.core.decide.both import BothMirrors, same
+from tests.support.index import AskedCaches
 
 SOURCES = SourceId("r0"), SourceId("r0", 1), SourceId("r1")
 ALWAYS = float("-inf")
@@ -45,7 +45,7 @@ class EstimatesSideBySide(RuleBasedStateMachine):
         lost_since, sizes = self.lost.__getitem__, (10.0, 20 * STEP, 60, lambda: self.now)
         self.both: list[Any] = [
             ReferenceEstimates(lost_since, self.mirrors.python, *sizes),
-            ApproximateCaches(lost_since, self.mirrors.native, *sizes),
+            AskedCaches(lost_since, self.mirrors.native, *sizes),
         ]
         self.running: list[list[Any]] = []
 

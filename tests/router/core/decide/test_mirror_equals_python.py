@@ -16,12 +16,13 @@ from kvevents.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index.base import NO_HIT, SourceId, token_columns
+from router.index.base import NO_HIT, SourceId
 from router.index.index import PrefixIndex
 from router.index.mirror_types import STEP, Prefilling
 from router.index.prompt import HashedPrompt
 from tests.router.core.decide.both import BothMirrors, BothVisits
 from tests.support.blocks import FULL, Prefix, mamba, window
+from tests.support.index import blocks_held, match_source, token_columns
 
 LAYOUTS = {
     "full": KVCacheLayout.build([FULL]),
@@ -300,7 +301,7 @@ def test_blocks_that_only_the_engines_hash_finds_are_found() -> None:
     index.apply(source, EventBatch(0.0, [unplaced]))
     index.apply(source, EventBatch(0.0, [prefix.stored(0, FULL, 0, 16)]))
     prompt = index.prepare(array("I", prefix.tokens), extra_steps=(STEP,))
-    hit = index.match_source(prompt, source).gpu_cached_tokens
+    hit = match_source(index, prompt, source).gpu_cached_tokens
     visit = mirrors.begin("m", index, source, [prompt], len(prefix.tokens), 700 - hit, hit)
     visit.first_token()
     visit.ended()
@@ -349,7 +350,7 @@ def test_what_long_prompts_ahead_will_evict_is_foreseen_alike(layout: str, seed:
         visit.first_token()
         visit.ended()
         served.append(ids)
-    mirrors.outlook("m", source, index.blocks_held(source) + random.randrange(400))
+    mirrors.outlook("m", source, blocks_held(index, source) + random.randrange(400))
     for number in range(6):
         ids = list(range(number * 9000, number * 9000 + 1000 * (number + 1)))
         begin_at(mirrors, index, served[number] if number % 2 else ids, True)
