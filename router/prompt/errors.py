@@ -1,12 +1,13 @@
 """Defines the errors between a request body and its token ids.
 
     TokenizeError
-    |-- RequestBodyError      the client's body: place, value's type, rule
-    |-- ModelFilesError       the operator's model directory cannot be used
-    |-- UntokenizableError    the prompt is valid, but its token ids cannot be known here
-    `-- ReplicaAnswerError    a replica's `/tokenize` failed, or its response is malformed
-    |   `-- ReplicaRefusedError   it refused this prompt
-    `-- ProcessEndedError     the process that was to read a large body did not survive it
+    |-- BrokenRule                  place, value's type, rule
+    |   |-- RequestBodyError        the client's body
+    |   |-- ModelFilesError         the operator's model directory cannot be used
+    |   `-- ReplicaAnswerError      a replica's `/tokenize` failed, or its response is malformed
+    |       `-- ReplicaRefusedError it refused this prompt
+    |-- UntokenizableError          the prompt is valid, but its token ids cannot be known here
+    `-- ProcessEndedError           the process that was to read a large body did not survive it
 
 Messages never quote a prompt, a token or a key: they describe values by type and size.
 """
@@ -22,11 +23,11 @@ class TokenizeError(Exception):
     """Base of every error raised here on purpose."""
 
 
-class RequestBodyError(TokenizeError):
-    """A request body breaks a rule; the client gets a 400 with this text.
+class BrokenRule(TokenizeError):
+    """Something from outside breaks a rule; it may be raised again in another process.
 
     Args:
-        place: JSON path of the value, `$.messages[3].content`.
+        place: JSON path of the value, `$.messages[3].content`; or a file, or a replica.
         found: Type and size of the value, never the value itself.
     """
 
@@ -37,18 +38,16 @@ class RequestBodyError(TokenizeError):
         self.rule = rule
 
     @override
-    def __reduce__(self) -> tuple[type[RequestBodyError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[BrokenRule], tuple[str, str, str]]:
         return type(self), (self.place, self.found, self.rule)
 
 
-class ModelFilesError(TokenizeError):
-    """A file of a model directory is missing or breaks a rule."""
+class RequestBodyError(BrokenRule):
+    """A request body breaks a rule; the client gets a 400 with this text."""
 
-    def __init__(self, path: str, found: str, rule: str) -> None:
-        super().__init__(f"{path}: {found}; {rule}")
-        self.path = path
-        self.found = found
-        self.rule = rule
+
+class ModelFilesError(BrokenRule):
+    """A file of a model directory is missing or breaks a rule."""
 
 
 class UntokenizableError(TokenizeError):
@@ -63,18 +62,8 @@ class UntokenizableError(TokenizeError):
         self.reason = reason
 
 
-class ReplicaAnswerError(TokenizeError):
+class ReplicaAnswerError(BrokenRule):
     """A replica responded to `/tokenize` with an error, or without a valid token list."""
-
-    def __init__(self, place: str, found: str, rule: str) -> None:
-        super().__init__(f"{place}: {found}; {rule}")
-        self.place = place
-        self.found = found
-        self.rule = rule
-
-    @override
-    def __reduce__(self) -> tuple[type[ReplicaAnswerError], tuple[str, str, str]]:
-        return type(self), (self.place, self.found, self.rule)
 
 
 class ReplicaRefusedError(ReplicaAnswerError):
