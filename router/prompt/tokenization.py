@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -57,8 +56,6 @@ class TokenizationStatistics:
     """Prompts by how much of them was tokenised: `whole`, `prefix`, `unknown`."""
     unknown: Annotated[Mapping[str, int], counter("kvroute_untokenized_prompts", "reason")]
     """Prompts not tokenised in full, by reason."""
-    seconds: float
-    """Time from asking to the ids, summed over requests."""
     waiting: int
     """Requests now in a thread or waiting for one."""
     local: LocalStatistics | None
@@ -104,7 +101,6 @@ class Tokenization:
         hints to keep them."""
         self._prompts: Counter[Coverage] = Counter()
         self._unknown: Counter[str] = Counter()
-        self._seconds = 0.0
 
     async def tokenize(
         self, spec: PromptSpec, *, lora_name: str | None = None
@@ -114,15 +110,12 @@ class Tokenization:
         Args:
             lora_name: The adapter that `spec.model` turned out to be.
         """
-        start = time.perf_counter()
         local = await self._tokenize_locally(spec)
         adapter = lora_name or spec.lora_name
-        results = [
+        return [
             self._result(await self._settle(spec, number, outcome), adapter, spec.salt_of(number))
             for number, outcome in enumerate(local)
         ]
-        self._seconds += time.perf_counter() - start
-        return results
 
     def tokenize_now(
         self, spec: PromptSpec, *, lora_name: str | None = None
@@ -137,7 +130,6 @@ class Tokenization:
         texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
         if not is_short and any(texts):
             return None
-        start = time.perf_counter()
         outcomes = [
             self._finish(prompt, self._prepare(prompt, spec.salt_of(number)))
             for number, prompt in enumerate(spec.prompts)
@@ -148,12 +140,10 @@ class Tokenization:
         ):
             return None
         adapter = lora_name or spec.lora_name
-        results = [
+        return [
             self._result(outcome, adapter, spec.salt_of(number))
             for number, outcome in enumerate(outcomes)
         ]
-        self._seconds += time.perf_counter() - start
-        return results
 
     def close(self) -> None:
         """Let the threads end after the queued work; ids of new prompts stay unknown."""
@@ -164,7 +154,6 @@ class Tokenization:
         return TokenizationStatistics(
             prompts=dict(self._prompts),
             unknown=dict(self._unknown),
-            seconds=self._seconds,
             waiting=self._threads.waiting if self._threads else 0,
             local=self.local.statistics() if self.local else None,
             remote=self._remote.statistics() if self._remote else None,

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -51,24 +49,13 @@ class TokenizerBackend(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """Counts since the start."""
+    """How a tokenizer works, and counts since the start."""
 
     backend: TokenizerBackend
     """The library's tokenizer."""
-    prompts: int
-    """Prompts tokenised."""
-    tokens: int
-    """Token ids returned for them."""
-    whole_prompts: int
-    """Prompts that no cache could help with: the tokenizer's rules forbid cutting texts."""
     obstacle: str | None
-    """Why they forbid it; None where texts are cut, or need not be."""
-    refused: Mapping[str, int]
-    """Prompts whose text or ids cannot be known here, by reason."""
-    prepare_s: float
-    """Seconds in chat templates, and in looking up in the cache."""
-    encode_s: float
-    """Seconds in the tokenizer, summed over threads."""
+    """Why the tokenizer's rules forbid cutting texts, so that no cache can help; None where texts
+    are cut, or need not be."""
     encoded_chars: int
     """Characters that the tokenizer ran over; the others came from the cache."""
     cache: SegmentCacheStatistics | None
@@ -129,7 +116,8 @@ class LocalTokenizer:
         else:
             self._native, self._obstacle = native, None
         self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
-        self._counts = _Counts()
+        self._lock = threading.Lock()
+        self._encoded_chars = 0
         self._end_finder = self._make_end_finder(backend)
         del backend
         _give_back_memory()
@@ -156,15 +144,9 @@ class LocalTokenizer:
         Raises:
             UntokenizableError: The text cannot be known here, or is too long.
         """
-        start = time.perf_counter()
-        try:
-            text, coverage = self._text(prompt)
-        except UntokenizableError as error:
-            self._counts.refuse(error.reason)
-            raise
+        text, coverage = self._text(prompt)
         looked_up = self._library.look_up(text, cache_salt) if self._library else None
         slow_chars = looked_up.missing_chars if looked_up else len(text) // _NATIVE_SPEEDUP
-        self._counts.add_preparation(time.perf_counter() - start)
         return PreparedPrompt(prompt, text, coverage, looked_up, slow_chars)
 
     def finish(self, prepared: PreparedPrompt) -> TokenIds:
@@ -174,14 +156,12 @@ class LocalTokenizer:
             UntokenizableError: Too many ids.
         """
         prompt = prepared.prompt
-        start = time.perf_counter()
         ids, chars = self._encode(prepared)
-        self._counts.add_encoding(time.perf_counter() - start, chars)
+        with self._lock:
+            self._encoded_chars += chars
         ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
         if len(ids) > self._limits.max_prompt_tokens:
-            self._counts.refuse("prompt_too_long")
             raise UntokenizableError("prompt_too_long")
-        self._counts.add_prompt(len(ids), is_whole=self._obstacle is not None)
         return ids
 
     def message_ends(self, prepared: PreparedPrompt, ids: TokenIds) -> MessageEnds:
@@ -200,7 +180,7 @@ class LocalTokenizer:
 
     def statistics(self) -> LocalStatistics:
         cache = self._library.statistics() if self._library else None
-        return self._counts.snapshot(self.backend, self._obstacle, cache)
+        return LocalStatistics(self.backend, self._obstacle, self._encoded_chars, cache)
 
     def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
         # Where special tokens depend on the text, only the library knows them.
@@ -232,8 +212,8 @@ class LocalTokenizer:
         return self._certain_part(chat.text, prompt), Coverage.PREFIX
 
     def _certain_part(self, text: str, prompt: ChatPrompt) -> str:
-        """Return the ids that are certain although the continuation of the text is unknown: it may
-        change the ids behind the last anchor, and the part that a truncation keeps."""
+        """Return the part of a text whose ids are certain although its continuation is unknown:
+        that may change the ids behind the last anchor, and the part that a truncation keeps."""
         starts = self._segmenter.starts(text) if self._segmenter else []
         if not starts or not starts[-1] or prompt.truncation or prompt.add_special_tokens:
             raise UntokenizableError("media")
@@ -267,56 +247,6 @@ def _rules_of(files: ModelFiles) -> TokenizerRules:
         raise ModelFilesError(
             f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"
         ) from error
-
-
-class _Counts:
-    """The counters, added to from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._prompts = 0
-        self._tokens = 0
-        self._whole_prompts = 0
-        self._refused: Counter[str] = Counter()
-        self._prepare_s = 0.0
-        self._encode_s = 0.0
-        self._encoded_chars = 0
-
-    def refuse(self, reason: str) -> None:
-        with self._lock:
-            self._refused[reason] += 1
-
-    def add_preparation(self, seconds: float) -> None:
-        with self._lock:
-            self._prepare_s += seconds
-
-    def add_encoding(self, seconds: float, chars: int) -> None:
-        with self._lock:
-            self._encode_s += seconds
-            self._encoded_chars += chars
-
-    def add_prompt(self, tokens: int, *, is_whole: bool) -> None:
-        with self._lock:
-            self._prompts += 1
-            self._tokens += tokens
-            self._whole_prompts += is_whole
-
-    def snapshot(
-        self, backend: TokenizerBackend, obstacle: str | None, cache: SegmentCacheStatistics | None
-    ) -> LocalStatistics:
-        with self._lock:
-            return LocalStatistics(
-                backend=backend,
-                prompts=self._prompts,
-                tokens=self._tokens,
-                whole_prompts=self._whole_prompts,
-                obstacle=obstacle,
-                refused=dict(self._refused),
-                prepare_s=self._prepare_s,
-                encode_s=self._encode_s,
-                encoded_chars=self._encoded_chars,
-                cache=cache,
-            )
 
 
 # --- the tokenizers library -----------------------------------------------------------------------

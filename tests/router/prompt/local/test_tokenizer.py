@@ -112,7 +112,7 @@ def test_a_cache_too_small_changes_nothing_but_the_time(
 
 
 @pytest.mark.parametrize("use_native", [True, False])
-def test_a_million_tokens_are_tokenised_and_counted(
+def test_a_million_tokens_are_tokenised(
     build_tokenizer: Callable[[str], Tokenizer],
     local_of: Callable[..., LocalTokenizer],
     use_native: bool,
@@ -123,9 +123,7 @@ def test_a_million_tokens_are_tokenised_and_counted(
         "".join(f"<|im_start|>user\n{turn}{' the quick' * 1000}<|im_end|>\n" for turn in range(260))
         * 2
     )
-    count = len(_ids(chat_local, TextPrompt(text)))
-    assert count > 1_000_000
-    assert chat_local.statistics().tokens == count
+    assert len(_ids(chat_local, TextPrompt(text))) > 1_000_000
 
 
 def test_more_tokens_than_the_limit_are_refused(
@@ -137,7 +135,6 @@ def test_more_tokens_than_the_limit_are_refused(
     assert len(_ids(local, TextPrompt("<think>" * 3))) == 3
     with pytest.raises(UntokenizableError, match="prompt_too_long"):
         _ids(local, TextPrompt("<think>" * 4))
-    assert local.statistics().refused == {"prompt_too_long": 1}
 
 
 @pytest.mark.parametrize("name", ["llama3", "bert", "unigram"])
