@@ -141,7 +141,6 @@ class BlockStore(BlockFiles):
         payload_bytes: Sequence[int],
         identity: str = "",
         durable: bool = False,
-        replace_other_layout: bool = False,
         blocks_per_offloaded_block: Sequence[int] | None = None,
     ) -> None:
         """Open a directory, or create it.
@@ -152,8 +151,6 @@ class BlockStore(BlockFiles):
             identity: See `Manifest`.
             durable: Wait for the disk at every write. Without it a power failure may lose blocks,
                 but damaged ones are never served.
-            replace_other_layout: Delete the blocks of a directory that was made for another layout
-                or identity.
             blocks_per_offloaded_block: Per group, how many GPU blocks a block covers. Files then
                 keep these blocks' hashes, so that the next process finds each of them.
 
@@ -169,8 +166,7 @@ class BlockStore(BlockFiles):
         self._lock = threading.Lock()
         self._counts = StoreStatistics()
         self._claim: int | None = None
-        manifest = Manifest(self._payload_bytes, identity, self._gpu_blocks)
-        self._open(manifest, replace_other_layout)
+        self._open(Manifest(self._payload_bytes, identity, self._gpu_blocks))
 
     @property
     @override
@@ -286,20 +282,17 @@ class BlockStore(BlockFiles):
 
     # --- opening and scanning ---------------------------------------------------------------------
 
-    def _open(self, manifest: Manifest, replace_other_layout: bool) -> None:
+    def _open(self, manifest: Manifest) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         found = read_manifest(self.root)
         if found == manifest.encode():
             return
-        if found is None:
-            self._refuse_foreign_files()
-        elif replace_other_layout:
-            self._empty()
-        else:
+        if found is not None:
             raise CacheConfigError(
                 f"disk tier {self.root}: {MANIFEST} must be that of this layout and identity; "
-                "use another directory, or delete its blocks with replace_other_layout"
+                "use another directory, or delete what is in this one"
             )
+        self._refuse_foreign_files()
         write_manifest(self.root, manifest)
 
     def _refuse_foreign_files(self) -> None:
@@ -309,14 +302,6 @@ class BlockStore(BlockFiles):
                 f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; "
                 "a new directory must be empty"
             )
-
-    def _empty(self) -> None:
-        self._claim_directory()
-        try:
-            for path in self._our_files():
-                path.unlink(missing_ok=True)
-        finally:
-            self.close()
 
     def _claim_directory(self) -> None:
         if self._claim is not None:

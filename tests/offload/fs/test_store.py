@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,36 +263,34 @@ def test_reading_makes_a_file_the_most_recently_used(store: BlockStore) -> None:
     ("payload_bytes", "identity"),
     [([PAYLOAD], ""), ([2, 1], ""), ([PAYLOAD, 2 * PAYLOAD], "other model")],
 )
-def test_a_directory_of_another_layout_or_model_is_refused_or_emptied(
+def test_a_directory_of_another_layout_or_model_is_refused(
     store: BlockStore, payload_bytes: list[int], identity: str
 ) -> None:
     """Block hashes do not include the model: its blocks would verify and be wrong."""
     store.write(KEY, memoryview(DATA))
-    with pytest.raises(CacheConfigError, match="must be that of this layout and identity"):
+    with pytest.raises(CacheConfigError, match="must be that of this layout and identity") as error:
         BlockStore(store.root, payload_bytes, identity)
     assert read(store, KEY) == DATA
-    replaced = BlockStore(store.root, payload_bytes, identity, replace_other_layout=True)
-    assert replaced.scan() == []
-    with pytest.raises(CacheConfigError, match="must be that of this layout"):
-        BlockStore(store.root, store.payload_bytes)
+    assert "delete what is in this one" in str(error.value)
+    shutil.rmtree(store.root)
+    assert BlockStore(store.root, payload_bytes, identity).scan() == []
 
 
 def test_the_same_layout_opens_again(store: BlockStore) -> None:
     """After a restart, and in the model's process as in the scheduler's."""
     store.write(KEY, memoryview(DATA))
-    again = BlockStore(store.root, store.payload_bytes, replace_other_layout=True)
+    again = BlockStore(store.root, store.payload_bytes)
     assert read(again, KEY) == DATA
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     """A mistyped path must not mix blocks into a user's files, nor delete any."""
     (tmp_path / "thesis.tex").write_text("...")
-    for replace in (False, True):
-        with pytest.raises(
-            CacheConfigError,
-            match=r"holds 'thesis.tex' and no manifest.json; a new directory must be empty",
-        ):
-            BlockStore(tmp_path, [PAYLOAD], replace_other_layout=replace)
+    with pytest.raises(
+        CacheConfigError,
+        match=r"holds 'thesis.tex' and no manifest.json; a new directory must be empty",
+    ):
+        BlockStore(tmp_path, [PAYLOAD])
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -309,8 +308,6 @@ def test_a_directory_has_one_manager_at_a_time(store: BlockStore) -> None:
     second = BlockStore(store.root, store.payload_bytes)
     with pytest.raises(CacheConfigError, match="is in use by another manager"):
         second.scan()
-    with pytest.raises(CacheConfigError, match="is in use by another manager"):
-        BlockStore(store.root, [1], replace_other_layout=True)
     store.close()
     store.close()
     assert second.scan() == []
