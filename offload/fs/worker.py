@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 from torch import Tensor
@@ -16,10 +16,8 @@ from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, TransferWorker
+from offload.transfer.runner import TransferOptions, TransferWorker, remote_options
 from offload.transfer.staging import LowerSide
-
-_STAGING_BYTES = 16 << 20
 
 
 class FileTransferWorker(TransferWorker):
@@ -58,9 +56,7 @@ class FileTransferWorker(TransferWorker):
             )
         if io_threads < 1:
             raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
-        options = options or TransferOptions()
-        options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
-        super().__init__("kv-disk-tier", geometry, options)
+        super().__init__("kv-disk-tier", geometry, remote_options(options))
         self._store = store
         self._io = begun_pool(io_threads, "kv-files")
 

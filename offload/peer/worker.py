@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -12,10 +10,8 @@ from offload.errors import TransferError
 from offload.peer.client import PeerClient
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, TransferWorker
+from offload.transfer.runner import TransferOptions, TransferWorker, remote_options
 from offload.transfer.staging import LowerSide
-
-_STAGING_BYTES = 16 << 20
 
 
 class PeerTransferWorker(TransferWorker):
@@ -28,9 +24,7 @@ class PeerTransferWorker(TransferWorker):
         Args:
             options: How to copy; a chunk is 16 MiB if left out.
         """
-        options = options or TransferOptions()
-        options = replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
-        super().__init__("kv-peer-tier", TransferGeometry(cache, None), options)
+        super().__init__("kv-peer-tier", TransferGeometry(cache, None), remote_options(options))
         self._peers = peers
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
@@ -17,6 +17,7 @@ from offload.transfer.staging import HostStager, LowerSide, Pace, Stager, at_onc
 
 _HOST_STAGING_BYTES = 1 << 20
 _CUDA_STAGING_BYTES = 64 << 20
+_REMOTE_STAGING_BYTES = 16 << 20
 _MAX_COPY_THREADS = 8
 
 
@@ -43,6 +44,13 @@ class TransferOptions:
     def chunk_bytes(self, on_gpu: bool) -> int:
         """How large a chunk may be."""
         return self.staging_bytes or (_CUDA_STAGING_BYTES if on_gpu else _HOST_STAGING_BYTES)
+
+
+def remote_options(options: TransferOptions | None) -> TransferOptions:
+    """Options for blocks in files or at a peer, where a chunk is read or written together: it is
+    16 MiB if *options* do not say."""
+    options = options or TransferOptions()
+    return replace(options, staging_bytes=options.staging_bytes or _REMOTE_STAGING_BYTES)
 
 
 class TransferWorker(OffloadingWorker):
