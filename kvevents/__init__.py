@@ -45,7 +45,6 @@ The files; each imports only what is listed above it:
     tasks.py              tasks whose end does not go unnoticed
     lookups.py            names of hosts to addresses
     sockets.py            one connection of one ZMQ socket on an event loop
-    subscription.py       one connection to a publisher
     delivery.py           every batch once and in order; what a consumer must do
     listener.py           one address that many publishers connect to
     live.py               the live side of a connection, also during a recovery

@@ -3,8 +3,8 @@
 A stream is *live* until a number is missing; then the replay endpoint is asked
 (`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
 may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
-no gap. Every connection is a new socket (`kvevents.subscription`), so that all its batches come
-from one process.
+no gap. Every connection is a new socket (`Subscription`), so that all its batches come from one
+process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import ENOUGH_UNANSWERED, Consumer, Delivery, StreamCounters
+from kvevents.endpoints import Context
 from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, Connection, LiveStream
+from kvevents.messages import Batch, read_live
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
 from kvevents.sequence import StreamPosition
-from kvevents.sockets import SocketLimits, check_connectable
+from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
 from kvevents.stream_repair import StreamRepair
 from kvevents.stream_state import Action, Input, SourceState, State
-from kvevents.subscription import Subscription
 
 _BATCHES_A_TURN = 64
 
@@ -81,6 +82,29 @@ class SubscriberStatistics(StreamCounters):
     problem: str | None
     """A problem that an operator can solve, in words that follow the replica's name; None: no
     problem."""
+
+
+class Subscription(SocketConnection):
+    """Batches from one publisher, of one process: it connects once and never again.
+
+    Args:
+        endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+    """
+
+    def __init__(self, context: Context, endpoint: str, topic: bytes, limits: SocketLimits) -> None:
+        super().__init__(context, zmq.SUB, endpoint, limits, topic)
+
+    def next_batch(self, topic: bytes | None) -> Batch | None:
+        """Return the next batch, None if none has come.
+
+        Args:
+            topic: The only topic that counts; None: every one.
+
+        Raises:
+            MalformedBatch: A message that is not a batch.
+        """
+        frames = self.receive_three()
+        return None if frames is None else read_live(frames, topic)
 
 
 class Subscriber:

@@ -13,7 +13,7 @@ import zmq
 from kvevents.errors import EndpointError, NoConnection
 from kvevents.messages import Batch
 from kvevents.sockets import SocketLimits
-from kvevents.subscription import Subscription
+from kvevents.subscriber import Subscription
 from tests.support.waiting import eventually
 
 LIMITS = SocketLimits(connect_timeout_s=5.0)
