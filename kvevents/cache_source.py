@@ -31,7 +31,7 @@ class EngineStep(NamedTuple):
     """Seconds since the epoch."""
     events: tuple[Event, ...]
     state: tuple[Event, ...] | None
-    """Returns everything in the cache after it, if the state kept here has to start over."""
+    """Everything in the cache after it, where the state kept here has to start over; else None."""
 
 
 class CacheSource:

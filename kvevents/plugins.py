@@ -5,9 +5,9 @@ A plug-in is an entry point, so installing its package is enough to use it:
     [project.entry-points."kvroute.policies"]
     cheapest = "my_package:CheapestPolicy"
 
-Event publishers (`kvevents.publisher`), scoring policies (`router.policies.policies`) and the CPU
-tier's eviction policies (`offload.cpu.policies`) are found this way. Each has a group of its own,
-and arguments of its own that a plug-in is called with.
+Event publishers (`kvevents.publisher`), scoring policies (`router.policies.policies`), offload
+tiers (`offload.tiers.creation`) and the CPU tier's eviction policies (`offload.cpu.policies`) are
+found this way. Each has a group of its own, and arguments of its own that a plug-in is called with.
 """
 
 from __future__ import annotations

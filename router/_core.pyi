@@ -163,7 +163,7 @@ class LoadPrices:
     def mean(self, by_tier: ByTier) -> float: ...
 
 class Mirror:
-    """Every cache and model by its number; see `router.index.Mirror`."""
+    """Every cache and model by its number; see `router.index.mirror.Mirror`."""
 
     def __init__(
         self,
@@ -206,7 +206,8 @@ class Mirror:
     ) -> list[tuple[float, float | None, float, float, float, float]]:
         """Of each cache the fields of a `CacheOutlook`."""
     def in_prefill(self, prompt: Prompt, tokens: int) -> list[tuple[int, int, int]]:
-        """Caches, and the fields of a `Coming` of each."""
+        """Caches, and the tokens that the hit and the full attention of each will have before
+        events show them."""
     def expected(
         self,
         cache: int,
@@ -230,7 +231,7 @@ class EstimatedVisit:
     def ended(self, actual_tokens: int | None = None) -> None: ...
 
 class Estimates:
-    """Every such cache by its number; see `router.index.ApproximateCaches`."""
+    """Every such cache by its number; see `router.index.mirror.ApproximateCaches`."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ class TierConfig:
     """One lower tier, as an operator configures it."""
 
     name: str
-    """A built-in specification, `cpu` or `fs`, or a plug-in."""
+    """A built-in specification, `cpu`, `fs` or `p2p`, or a plug-in."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The specification's own; numbers may be written as text."""
 

@@ -49,7 +49,7 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
     """Change it when it may have so many requests at a time, those that wait included; with several
     routers a burst may pass it, see [several routers](operations.md#several-routers)."""
     models: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] | None = None
-    """Models and adapters that it is for, `*` standing for any characters; null: all.
+    """Models and adapters that it is for; null: all.
 
     Change it when it is not for every model and adapter; `*` stands for any characters. Others get
     403, and are not listed."""

@@ -171,7 +171,7 @@ class StoreConfig(Section, frozen=True):
 
     Change it when an engine has several such tiers; vLLM's events name one in `ownership`."""
     replicas: Items[Annotated[str, Field(min_length=1, max_length=128), PLAIN]] | None = None
-    """Ids of the replicas that share it, `*` standing for any characters; null: all.
+    """Ids of the replicas that share it; null: all.
 
     Change it when not all replicas share it; `*` stands for any characters."""
 

@@ -24,11 +24,10 @@ class TracingConfig(Section, frozen=True):
     Change it when `OTEL_EXPORTER_OTLP_ENDPOINT` is not set, and the collector is not at
     `http://localhost:4318`; without `/v1/traces`."""
     sampled_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] | None = None
-    """The share of the requests without a trace yet; those that have one are recorded where their
-    sender was. Null: by `OTEL_TRACES_SAMPLER`, else all.
+    """The share of the requests without a trace yet.
 
     Change it when fewer requests should be recorded than all. Requests whose client sent a
-    `traceparent` are recorded if the client's was. Null: by `OTEL_TRACES_SAMPLER`."""
+    `traceparent` are recorded if the client's was. Null: by `OTEL_TRACES_SAMPLER`, else all."""
 
 
 class ObservabilityConfig(Section, frozen=True):

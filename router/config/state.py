@@ -16,7 +16,7 @@ class StateConfig(Section, frozen=True):
     Change it when a start should not read every cache from its engine; the snapshot is the file
     `index.snapshot` there."""
     interval_s: Seconds = 60.0
-    """How often it is written while the router runs; it is written at the end, too.
+    """How often it is written while the router runs.
 
     Change it when it should be written more often, or less; it is also written at the end."""
     max_age_s: Seconds = 900.0

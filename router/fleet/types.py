@@ -112,6 +112,5 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     """Seconds for which it still gets no requests after a busy answer."""
-    """For how long it gets nothing because of that."""
     slow_start: Annotated[float, gauge("kvroute_replica_slow_start")] = 1.0
     """The share of a replica's speed and limits that count since it joined: 0.1 to 1."""

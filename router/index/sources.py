@@ -74,8 +74,10 @@ class KnownSource:
         return self.learner.lookahead if lender is None else lender.lookahead
 
     def is_opaque(self, event: Event) -> bool:
-        """Return whether its hashes cover something that the event does not show; see
-        `SourceCache`."""
+        """Return whether its hashes cover something that the event does not show, such as a salt
+        before vLLM 0.17. Only a known hash function can tell: the first hash then differs from what
+        the event's tokens hash to. A lower tier may have hashes of its own, so theirs show
+        nothing."""
         chain, layout = self.finder.chain, self.layout
         if chain is None or layout is None or not isinstance(event, BlockStored):
             return False

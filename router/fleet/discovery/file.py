@@ -21,7 +21,7 @@ class FileProvider:
         """Read nothing yet.
 
         Args:
-            config: Which file; see `router.config.read_replicas` for what it holds.
+            config: Which file; see `router.config.replica.read_replicas` for what it holds.
         """
         self.name = config.title
         self._path = Path(config.path)

@@ -1,5 +1,5 @@
-"""All sources of one model, and the hit of a prompt at each: what `router.index.PrefixIndex` does,
-in dictionaries."""
+"""All sources of one model, and the hit of a prompt at each: what `router.index.index.PrefixIndex`
+does, in dictionaries."""
 
 from __future__ import annotations
 
