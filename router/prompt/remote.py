@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -24,7 +24,7 @@ from router.prompt.errors import (
     UntokenizableError,
 )
 from router.prompt.limits import PromptLimits
-from router.prompt.local.cache import SegmentCache, SegmentCacheStatistics
+from router.prompt.local.cache import SegmentCache
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, TextPrompt
 from router.prompt.token_ids import TokenIds, ends_of, truncate
@@ -54,18 +54,6 @@ class _TokenizeResponse(msgspec.Struct):
 _ANSWER_DECODER = msgspec.json.Decoder(_TokenizeResponse)
 
 
-@dataclass(frozen=True)
-class RemoteStatistics:
-    """Counts since the start."""
-
-    asked: int
-    """Requests sent to replicas."""
-    failed: int
-    """How many of these brought no ids."""
-    cache: SegmentCacheStatistics
-    """Whole prompts kept; a hit saved a request."""
-
-
 class RemoteTokenizer:
     """Asks a replica for token ids and caches them."""
 
@@ -87,8 +75,6 @@ class RemoteTokenizer:
         self._large_work = large_work
         self._limits = limits or PromptLimits()
         self._cache = SegmentCache(cache_bytes)
-        self._asked = 0
-        self._failed = 0
 
     async def tokenize(
         self,
@@ -129,22 +115,11 @@ class RemoteTokenizer:
             raise UntokenizableError("truncation")
         return truncate(ids, truncation, ends)
 
-    def statistics(self) -> RemoteStatistics:
-        return RemoteStatistics(
-            asked=self._asked, failed=self._failed, cache=self._cache.statistics()
-        )
-
     async def _ask(self, body: bytes, key: tuple[str | None, str]) -> TokenIds:
         (known,) = self._cache.get_all([key])
         if known is not None:
             return known
-        self._asked += 1
-        ids = None
-        try:
-            ids = await self._read(*await self._fetch(_PATH, body))
-        finally:
-            # Also counted if the caller gave up waiting.
-            self._failed += ids is None
+        ids = await self._read(*await self._fetch(_PATH, body))
         self._cache.put(key, ids)
         return ids
 

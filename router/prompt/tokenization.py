@@ -32,7 +32,7 @@ from router.prompt.prompts import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from router.prompt.remote import RemoteStatistics, RemoteTokenizer
+from router.prompt.remote import RemoteTokenizer
 from router.prompt.token_ids import TokenIds, truncate
 
 _Result = TypeVar("_Result")
@@ -60,8 +60,6 @@ class TokenizationStatistics:
     """Requests now in a thread or waiting for one."""
     local: LocalStatistics | None
     """None without a local tokenizer."""
-    remote: RemoteStatistics | None
-    """None without a remote one."""
 
 
 class Tokenization:
@@ -156,7 +154,6 @@ class Tokenization:
             unknown=dict(self._unknown),
             waiting=self._threads.waiting if self._threads else 0,
             local=self.local.statistics() if self.local else None,
-            remote=self._remote.statistics() if self._remote else None,
         )
 
     async def _tokenize_locally(self, spec: PromptSpec) -> list[_Outcome]:

@@ -313,8 +313,7 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
     remote = RemoteTokenizer(replica.fetch)
     for salt in (None, None, "s", "s"):
         await remote.tokenize(TextPrompt("text"), model="m", cache_salt=salt)
-    assert len(replica.bodies) == remote.statistics().asked == 2
-    assert remote.statistics().cache.hits == 2
+    assert len(replica.bodies) == 2
 
 
 @pytest.mark.parametrize(
@@ -344,7 +343,6 @@ async def test_a_bad_answer_is_an_error_without_its_text(
     with pytest.raises(ReplicaAnswerError) as error:
         await remote.tokenize(TextPrompt("text"), model=None, cache_salt=None)
     assert "secret" not in str(error.value)
-    assert remote.statistics().failed == 1
     (result,) = await Tokenization(remote=remote).tokenize(
         _spec(Endpoint.COMPLETIONS, {"prompt": "text"})
     )
