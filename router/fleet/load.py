@@ -45,9 +45,6 @@ class ReplicaLoad(msgspec.Struct):
         return self.prefilling_requests + self.decoding_requests
 
 
-NO_LOAD = ReplicaLoad()
-
-
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
     return ReplicaLoad(*map(sum, zip(astuple(one), astuple(other), strict=True)))
 

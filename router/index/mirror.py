@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -155,11 +155,6 @@ class Mirror:
         removed."""
         self.core.forget(self.numbers_of(replica))
 
-    def ended(self, source: SourceId) -> Iterator[tuple[Sequence[int], float]]:
-        """The requests that were the last to use something of a cache, by the time of their end,
-        earliest first: the keys of each, and that time."""
-        return iter(self.core.ended(self.number_of(source)))
-
     def forget_model(self, model: str) -> None:
         """Forget a model that no replica serves any more."""
         self.core.forget_model(self.number_of_model(model))
@@ -169,10 +164,6 @@ class Mirror:
     def prefill_tokens_per_s(self, model: str) -> float:
         """Return the speed of a replica of this model whose own speed is 1."""
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
-
-    def reuse_probability(self, model: str, idle_s: float) -> float:
-        """Return the probability that a prefix will be used again."""
-        return self.core.reuse_probability(self.number_of_model(model), idle_s)
 
     def outlook(
         self,

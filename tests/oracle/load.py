@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from router.fleet.load import (
-    NO_LOAD,
     Follower,
     LoadStatistics,
     Place,
@@ -21,6 +20,7 @@ from router.fleet.load import (
     sum_of,
 )
 
+NO_LOAD = ReplicaLoad()
 _FIELDS = ReplicaLoad.__struct_fields__
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from router.fleet.engine_load import EngineLoad
-from router.fleet.load import NO_LOAD, ReplicaLoad
+from router.fleet.load import ReplicaLoad
 from router.fleet.replica import Replica
 from router.index.base import SourceId
 from router.policies import State
+from tests.oracle.load import NO_LOAD
 
 
 class States(msgspec.Struct, frozen=True):

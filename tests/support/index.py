@@ -145,6 +145,17 @@ def load_prices(mirror: Mirror, source: SourceId) -> LoadPrices | None:
     return mirror.core.load_prices(mirror.number_of(source))
 
 
+def reuse_probability(mirror: Mirror, model: str, idle_s: float) -> float:
+    """Return the probability that a prefix will be used again."""
+    return mirror.core.reuse_probability(mirror.number_of_model(model), idle_s)
+
+
+def ended(mirror: Mirror, source: SourceId) -> list[tuple[list[int], float]]:
+    """The requests that were the last to use something of a cache, by the time of their end,
+    earliest first: the keys of each, and that time."""
+    return mirror.core.ended(mirror.number_of(source))
+
+
 # --- estimates of caches without events -----------------------------------------------------------
 
 

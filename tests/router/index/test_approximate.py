@@ -15,7 +15,7 @@ from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
-from tests.support.index import AskedCaches, EstimatedCache
+from tests.support.index import AskedCaches, EstimatedCache, ended
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 ALWAYS = float("-inf")
@@ -258,12 +258,12 @@ def test_an_estimate_begins_with_what_was_sent_before_the_loss() -> None:
         visit = mirror.begin("m", index, R0, [hashed], len(ids), len(ids))
         visit.first_token()
         visit.ended()
-    known = [list(keys) for keys, _ in mirror.ended(R0)]
+    known = [keys for keys, _ in ended(mirror, R0)]
     fleet = Fleet(cache_keys=16, mirror=mirror)
     assert [fleet.hit(keys) for keys in known] == [4, 4, 4]
     fleet.run(prompt(1, 8))
     assert [fleet.hit(keys) for keys in known] == [0, 4, 4]
-    assert list(mirror.ended(R1)) == []
+    assert ended(mirror, R1) == []
 
 
 def test_what_was_estimated_in_one_loss_is_forgotten_in_the_next() -> None:

@@ -20,7 +20,7 @@ from router.routing.booking import Bookings
 from router.routing.known import Known
 from router.routing.planner import RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion
-from tests.support.index import AskedCaches
+from tests.support.index import AskedCaches, ended
 
 IDS = list(range(1, 1026))
 LATER_S = 60.0
@@ -73,7 +73,7 @@ def test_a_booking_holds_load_prompt_and_moment_until_it_ends(booked: Booked) ->
     assert not booking.ended(), "that is said once"
     assert booked.under_way == {}
     assert booked.mirror.prefilling() == []
-    assert len(list(booked.mirror.ended(R0))) == 1
+    assert len(ended(booked.mirror, R0)) == 1
     assert booked.quiet.begun() == {"r0": 1}
 
 
@@ -86,8 +86,8 @@ def test_what_is_tried_again_is_booked_where_it_went_last_and_nowhere_else(booke
     assert (booked.load.statistics().started, booked.load.statistics().retried) == (1, 1)
     booking.first_token()
     assert booking.ended()
-    assert list(booked.mirror.ended(R0)) == []
-    assert len(list(booked.mirror.ended(R1))) == 1
+    assert ended(booked.mirror, R0) == []
+    assert len(ended(booked.mirror, R1)) == 1
     booked.now += 2.0
     assert booked.bookings.book(booked.at(R0)).ended()
 

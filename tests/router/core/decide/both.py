@@ -13,7 +13,7 @@ from router.index.mirror import Mirror
 from router.index.mirror_types import Prefilling
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
-from tests.support.index import Coming, in_prefill, load_prices
+from tests.support.index import Coming, ended, in_prefill, load_prices, reuse_probability
 
 
 def same(python: Any, native: Any) -> Any:
@@ -85,7 +85,9 @@ class BothMirrors:
         return self._same("prefill_tokens_per_s", model)
 
     def reuse_probability(self, model: str, idle_s: float) -> float:
-        return self._same("reuse_probability", model, idle_s)
+        native = reuse_probability(self.native, model, idle_s)
+        found: float = same(self.python.reuse_probability(model, idle_s), native)
+        return found
 
     def statistics(self) -> Any:
         return self._same("statistics")
@@ -121,10 +123,8 @@ class BothMirrors:
         return found
 
     def ended(self, source: SourceId) -> list[tuple[list[int], float]]:
-        python, native = self.python.ended(source), self.native.ended(source)
-        found: list[tuple[list[int], float]] = same(
-            [(list(keys), at) for keys, at in python], [(list(keys), at) for keys, at in native]
-        )
+        python = [(list(keys), at) for keys, at in self.python.ended(source)]
+        found: list[tuple[list[int], float]] = same(python, ended(self.native, source))
         return found
 
     def load_prices(self, source: SourceId) -> Any:
