@@ -17,6 +17,7 @@ from typing import Annotated
 
 from kvevents.field_docs import counter, flag, gauge
 from router.config.discovery import DiscoveryConfig
+from router.config.origin import Origin
 from router.config.replica import ReplicaConfig
 from router.errors import RouterError
 from router.fleet.discovery.dns import DnsProvider
@@ -102,6 +103,8 @@ class ReplicaKeeper:
         self._kept: dict[str, _ManagedReplica] = {}
         self._dismissed: set[str] = set()
         """Replicas that an operator removed while a provider names them."""
+        self._drained: dict[str, Origin] = {}
+        """Addresses of drained replicas that are about to be added with another cache, by id."""
         self._refused: dict[str, str] = {}
         """Why a replica that is named could not be added."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -211,6 +214,7 @@ class ReplicaKeeper:
             for replica_id, config in provided.replicas.items():
                 wanted.setdefault(replica_id, config)
         self._dismissed &= wanted.keys()
+        self._drained = {name: at for name, at in self._drained.items() if name in wanted}
         self._refused = {name: why for name, why in self._refused.items() if name in wanted}
         for replica_id in [name for name in self._kept if name not in wanted]:
             self._leave(replica_id, self._kept[replica_id])
@@ -247,6 +251,8 @@ class ReplicaKeeper:
             self._registry.reconfigure(replica_id, config)
             kept.config = config
         else:
+            if self._registry.get(replica_id).draining:
+                self._drained[replica_id] = kept.config.origin
             self._remove(replica_id)
 
     def _add(self, config: ReplicaConfig) -> None:
@@ -261,6 +267,8 @@ class ReplicaKeeper:
         else:
             self._refused.pop(replica_id, None)
             self._kept[replica_id] = _ManagedReplica(config)
+            if self._drained.pop(replica_id, None) == config.origin:
+                self._registry.drain(replica_id)
 
     def _make_way(self, config: ReplicaConfig) -> None:
         """Remove the replica that leaves this address: another has it now."""

@@ -128,6 +128,38 @@ async def test_other_options_keep_the_index_and_another_place_does_not(setting: 
     assert str(setting.registry.get("a").origin) == "http://elsewhere:1"
 
 
+async def test_a_drained_replica_stays_drained_when_its_models_or_events_change(
+    setting: Setting,
+) -> None:
+    """Its cache is another, but it is the same process that the operator wants no requests for;
+    at another address it is another process."""
+    setting.keeper.take(CONFIGURATION, [replica("a")])
+    before = setting.registry.drain("a")
+    setting.keeper.take(CONFIGURATION, [replica("a", models=["m"])])
+    assert setting.registry.get("a") is not before
+    assert setting.states() == {"a": "draining"}
+    events = [{"endpoint": "tcp://a:5557"}]
+    setting.keeper.take(CONFIGURATION, [replica("a", models=["m"], kv_events=events)])
+    assert setting.states() == {"a": "draining"}
+    setting.registry.undrain("a")
+    setting.keeper.take(CONFIGURATION, [replica("a")])
+    assert setting.states() == {"a": "starting"}
+    setting.registry.drain("a")
+    setting.keeper.take(CONFIGURATION, [replica("a", "elsewhere")])
+    assert setting.states() == {"a": "starting"}
+
+
+async def test_one_that_ceased_to_be_named_is_not_drained_by_its_other_options(
+    setting: Setting,
+) -> None:
+    """It was the keeper that drained it, so it gets requests once it is named again."""
+    setting.take("a")
+    setting.take()
+    assert setting.states() == {"a": "draining"}
+    setting.keeper.take(CONFIGURATION, [replica("a", models=["m"])])
+    assert setting.states() == {"a": "starting"}
+
+
 async def test_addresses_that_change_hands_are_no_conflict(setting: Setting) -> None:
     """Two that swap theirs in one report, and a new one at the address of one that left."""
     setting.keeper.take(CONFIGURATION, [replica("a", "x"), replica("b", "y")])
