@@ -53,8 +53,8 @@ class SourceOptions(NamedTuple):
     """Returns whether an address may be connected to; None: every address."""
     names: Sequence[str] = ()
     """Names of pods in the topics of publishers that connect to us."""
-    headers: Sequence[Header] = ()
-    """Sent along where it is polled."""
+    headers: Callable[[], Sequence[Header]] = lambda: ()
+    """Returns what is sent along where it is polled."""
 
 
 DEFAULT_OPTIONS = SourceOptions()

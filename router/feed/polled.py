@@ -58,6 +58,7 @@ class Poller:
 
     Args:
         endpoint: The URL, with its path.
+        headers: Returns what is sent along; called for each request, as a key may be renewed.
         allows: Returns whether an address may be connected to; None: every address.
     """
 
@@ -65,7 +66,7 @@ class Poller:
         self,
         client: UpstreamClient,
         endpoint: str,
-        headers: Sequence[Header],
+        headers: Callable[[], Sequence[Header]],
         allows: Allows | None,
         max_bytes: int,
     ) -> None:
@@ -74,7 +75,7 @@ class Poller:
         self._origin = replace(origin, base_path="", allows=allows)
         self._target = origin.base_path.encode("ascii")
         self._client = client
-        self._headers = tuple(headers)
+        self._headers = headers
         self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
@@ -180,7 +181,7 @@ class Poller:
                 b"",
                 _TIMES,
                 self._max_bytes,
-                self._headers,
+                self._headers(),
             )
         except UpstreamError as error:
             raise PollFailed(f"{what}: {error}") from None
@@ -335,12 +336,16 @@ class Pollers:
         self._pollers: dict[str, Poller] = {}
 
     def register(
-        self, endpoint: str, rank: int, headers: Sequence[Header], allows: Allows | None
+        self,
+        endpoint: str,
+        rank: int,
+        headers: Callable[[], Sequence[Header]],
+        allows: Allows | None,
     ) -> tuple[Poller, Callable[[], PolledConnection]]:
         """Follow a rank of a server; return its poller, and the function that makes a connection.
 
         Args:
-            headers: Sent along; those of the first rank that registers.
+            headers: Returns what is sent along; that of the first rank that registers is asked.
 
         Raises:
             EndpointError: Nothing can be polled, or the rank is followed already.

@@ -95,7 +95,7 @@ class ReplicaFollower(ReplicaListener):
         self._follow(replica, before, replica.sources)
 
     def on_reconfigured(self, replica: Replica) -> None:
-        """Nothing follows: decisions read the current options."""
+        """Nothing follows: decisions and polls read the current options."""
 
     def on_removed(self, replica: Replica) -> None:
         self.planner.note_streams(replica)
@@ -158,9 +158,10 @@ class ReplicaFollower(ReplicaListener):
                 logger.error("event streams: %s", error)
 
 
-def _headers_for(source: EventSource, replica: Replica) -> Sequence[Header]:
-    """Return the headers for a source that is polled for its events: a replica's key goes to it
-    alone."""
-    if not source.endpoint.startswith(POLLED):
-        return ()
-    return replica.headers if Origin.parse(source.endpoint).key == replica.origin.key else ()
+def _headers_for(source: EventSource, replica: Replica) -> Callable[[], Sequence[Header]]:
+    """Return what asks for the headers for a source that is polled for its events: a replica's key
+    goes to it alone."""
+    is_polled = source.endpoint.startswith(POLLED)
+    if is_polled and Origin.parse(source.endpoint).key == replica.origin.key:
+        return lambda: replica.headers
+    return lambda: ()

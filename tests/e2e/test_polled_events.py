@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,28 @@ async def test_a_request_goes_where_its_prompt_is_and_the_prediction_says_how_mu
         await eventually(is_gone, "what was removed")
         metrics = await router.metrics()
         assert metrics.sum("kvroute_event_polls_total", outcome="events") >= 3
+
+
+async def test_a_reload_that_changes_the_key_changes_that_of_the_polls() -> None:
+    """An engine with a new key refuses the old one, and nothing more would be known of it."""
+    async with engines(1) as (stub,):
+        events = stub.paths[PATH] = TrtllmEvents([TrtllmCache()])
+
+        def configured(key: str) -> dict[str, object]:
+            source = {"endpoint": f"http://*:{stub.port}{PATH}"}
+            replica = {"url": stub.url, "id": stub.name, "api_key": key}
+            return {"replicas": [{**replica, "models": [stub.model], "kv_events": [source]}]}
+
+        with router_process(configured("old")) as router:
+            await until_state(router, stub, "live")
+            router.configure(configured("new"))
+            router.process.send_signal(signal.SIGHUP)
+
+            async def has_new_key() -> bool:
+                return bool(events.keys[-1] == "Bearer new")
+
+            await eventually(has_new_key, "a poll with the new key")
+            assert set(events.keys) == {"Bearer old", "Bearer new"}
 
 
 async def test_an_address_outside_the_replicas_networks_is_refused(router: RouterProcess) -> None:

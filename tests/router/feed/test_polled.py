@@ -40,6 +40,7 @@ class Setting:
         self.cache = TrtllmCache()
         self.events = TrtllmEvents([self.cache])
         stub.paths[PATH] = self.events
+        self.key = b"k"
 
     @property
     def endpoint(self) -> str:
@@ -51,7 +52,7 @@ class Setting:
             source.replica,
             EventSource(source.dp_rank, self.endpoint),
             "m",
-            options=SourceOptions(headers=((b"authorization", b"k"),)),
+            options=SourceOptions(headers=lambda: ((b"authorization", self.key),)),
         )
 
     async def until(self, state: SourceState, last_seq: int | None, rank: int = 0) -> None:
@@ -104,6 +105,14 @@ async def test_what_was_stored_is_known_and_what_comes_follows(here: Setting) ->
     assert here.polls()["events"] == 2
     assert set(here.events.polls) == {"POST"}
     assert set(here.events.keys) == {"k"}
+
+
+async def test_a_key_that_has_changed_is_sent_with_the_next_request(here: Setting) -> None:
+    """A replica takes over another key while it runs, and its engine may know that one alone."""
+    here.follow()
+    await eventually(lambda: "k" in here.events.keys, "a request")
+    here.key = b"new"
+    await eventually(lambda: here.events.keys[-1] == "new", "a request with the new key")
 
 
 async def test_a_router_that_comes_late_knows_that_something_is_missing(here: Setting) -> None:
