@@ -1,5 +1,5 @@
-"""TLS contexts for the listener and towards replicas. A certificate that is renewed in its file is
-used for new connections; those that are open stay."""
+"""TLS contexts for the listener and towards replicas. Certificates and authorities that are renewed
+in their files are used for new connections; those that are open stay."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from router.config.files import Stamp, stamp_of
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
@@ -21,34 +21,61 @@ LISTENER, REPLICAS, PEERS = "server.tls", "server.replica_tls", "state.peer_tls"
 _WATCH_S = 5.0
 
 
-class Certificate(NamedTuple):
-    """A context, and the files that its own certificate came from."""
+@dataclass(eq=False)
+class Certificate:
+    """What one side shows and trusts: a context, and the files that it is made of.
 
-    context: ssl.SSLContext
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+
     place: str
-    certificate: str | None = None
-    key: str | None = None
-    authorities: str | None = None
+    is_of_server: bool
+    certificate: str | None
+    key: str | None
+    authorities: str | None
     """Trusted authorities; None: the system's, or no certificate is asked for."""
+    context: ssl.SSLContext = field(init=False, repr=False)
+    """Another one once the files have been read again."""
+
+    def __post_init__(self) -> None:
+        self.load()
 
     def load(self) -> None:
-        """Read the files (again).
+        """Make the context of what the files hold now. A context that exists can be given
+        authorities, but none can be taken from it.
 
         Raises:
-            ConfigError: They cannot be read, or do not belong together.
+            ConfigError: They cannot be read, or do not belong together; the old context stays.
         """
-        if self.certificate is None:
-            return
-        try:
-            # A failed attempt would leave the context with a part of it.
-            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.context):
+        context = self._trusting()
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.certificate is not None:
+            try:
                 context.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except (OSError, ValueError) as error:
-            raise _refusal(f"{self.place}.certificate", self.certificate, error) from None
+            except (OSError, ValueError) as error:
+                raise _refusal(f"{self.place}.certificate", self.certificate, error) from None
+        self.context = context
 
     def stamp(self) -> list[Stamp | None]:
         """A value that changes when a file changes."""
-        return [stamp_of(Path(path)) for path in (self.certificate, self.key) if path]
+        files = self.certificate, self.key, self.authorities
+        return [stamp_of(Path(path)) for path in files if path]
+
+    def _trusting(self) -> ssl.SSLContext:
+        """Return a new context that shows nothing yet."""
+        if self.authorities is None and not self.is_of_server:
+            return ssl.create_default_context()
+        protocol = ssl.PROTOCOL_TLS_SERVER if self.is_of_server else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(protocol)
+        if self.authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            option = "client_ca" if self.is_of_server else "ca"
+            try:
+                context.load_verify_locations(self.authorities)
+            except (OSError, ValueError) as error:
+                raise _refusal(f"{self.place}.{option}", self.authorities, error) from None
+        return context
 
 
 def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
@@ -59,14 +86,7 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
     """
     if config.certificate is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if config.client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        _trust(context, f"{LISTENER}.client_ca", config.client_ca)
-    found = Certificate(context, LISTENER, config.certificate, config.key, config.client_ca)
-    found.load()
-    return found
+    return Certificate(LISTENER, True, config.certificate, config.key, config.client_ca)
 
 
 def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:
@@ -80,15 +100,12 @@ def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Cert
     """
     if config.ca is None and config.certificate is None:
         return None
-    if config.ca is None:
-        context = ssl.create_default_context()
-    else:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        _trust(context, f"{place}.ca", config.ca)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    found = Certificate(context, place, config.certificate, config.key, config.ca)
-    found.load()
-    return found
+    return Certificate(place, False, config.certificate, config.key, config.ca)
+
+
+def context_of(certificate: Certificate | None) -> ssl.SSLContext | None:
+    """Return the context of what its files last held; None to trust the system's authorities."""
+    return None if certificate is None else certificate.context
 
 
 async def keep_fresh(
@@ -127,13 +144,6 @@ def _load_again(certificate: Certificate, on_renewed: Callable[[], None]) -> str
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _trust(context: ssl.SSLContext, place: str, path: str) -> None:
-    try:
-        context.load_verify_locations(path)
-    except (OSError, ValueError) as error:
-        raise _refusal(place, path, error) from None
 
 
 def _refusal(place: str, path: str, error: Exception) -> ConfigError:

@@ -35,7 +35,8 @@ class ListenerTlsConfig(Section, frozen=True):
 
 
 class ReplicaTlsConfig(Section, frozen=True):
-    """Towards replicas, or other routers, whose URL begins with https. PEM files."""
+    """Towards replicas, or other routers, whose URL begins with https. PEM files, read again when
+    they change."""
 
     ca: PlacedPath | None = None
     """Authorities that are trusted; null: the system's.
@@ -43,7 +44,7 @@ class ReplicaTlsConfig(Section, frozen=True):
     Change it when certificates there are from an authority of your own; it is then the only one
     that is trusted."""
     certificate: PlacedPath | None = None
-    """Shown to those that ask for one; read again when it changes.
+    """Shown to those that ask for one.
 
     Change it when they ask for a certificate, as a router does with `server.tls.client_ca`."""
     key: PlacedPath | None = None

@@ -57,11 +57,15 @@ class Peers:
 
     Args:
         urls: Each address behind a name is one of them.
-        trusted: Authorities for https; None: the system's.
+        trusted: Returns the context for https; None: the system's authorities are trusted.
     """
 
     def __init__(
-        self, urls: Iterable[str], secret: bytes, limits: PeerLimits, trusted: ssl.SSLContext | None
+        self,
+        urls: Iterable[str],
+        secret: bytes,
+        limits: PeerLimits,
+        trusted: Callable[[], ssl.SSLContext | None],
     ) -> None:
         self._origins = [Origin.parse(url) for url in urls]
         self._secret = secret
@@ -73,7 +77,7 @@ class Peers:
     async def fetch(self) -> IndexSnapshot | None:
         """Return the snapshot of the first that has one; None, with the reasons in the log, where
         none has one in time."""
-        client = UpstreamClient(ssl_context=self._trusted)
+        client = UpstreamClient(self._trusted)
         try:
             async with timeout(self._limits.within_s):
                 return await self._first_of(client)

@@ -100,16 +100,17 @@ class UpstreamClient:
     """Asks servers over kept connections. Belongs to one event loop.
 
     Args:
-        ssl_context: For https origins; by default the system's certificate authorities are trusted.
+        trusted: Returns the context for https origins; None: the system's certificate authorities
+            are trusted. A connection is used only while its context is returned.
         on_shortage: Called with what the system refused, as in `OutOfResources`.
     """
 
     def __init__(
         self,
-        ssl_context: ssl.SSLContext | None = None,
+        trusted: Callable[[], ssl.SSLContext | None] = lambda: None,
         on_shortage: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._ssl_context = ssl_context
+        self._trusted = trusted
         self._on_shortage = on_shortage
         self._sessions: dict[Allows | None, aiohttp.ClientSession] = {}
         """Sessions by rule on addresses: no connection is shared between two rules."""
@@ -147,6 +148,7 @@ class UpstreamClient:
             data=body or None,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s),
+            ssl=self._trusted() or True,
             trace_request_ctx=use,
         )
         limit_s = timeouts.connect_s + timeouts.first_byte_s
@@ -221,7 +223,6 @@ class UpstreamClient:
         if session is None:
             session = self._sessions[allows] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    ssl=True if self._ssl_context is None else self._ssl_context,
                     limit=0,
                     keepalive_timeout=KEPT_S,
                     use_dns_cache=False,

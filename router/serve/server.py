@@ -460,7 +460,7 @@ async def _reloading(
 ) -> AsyncIterator[None]:
     """Read the configuration again on SIGHUP, and files that are watched when they change."""
     jobs: list[Coroutine[Any, Any, None]] = []
-    if any(each.certificate for each in certificates):
+    if certificates:
         jobs.append(keep_fresh(certificates, on_renewed))
     if source is not None:
         reloader = Reloader(source.read, service.reconfigure, service.metrics)

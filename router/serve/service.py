@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import GPU
 from kvevents.stream_state import SourceState
 from kvevents.tasks import begin_lasting
-from router.config.certificates import PEERS, replica_certificate
+from router.config.certificates import PEERS, context_of, replica_certificate
 from router.config.schema import RouterConfig
 from router.doors.reservations import Reservations
 from router.feed.beginning import SnapshotRestorer
@@ -145,7 +145,7 @@ class RouterService(RouterParts):
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self.peer_certificate = replica_certificate(config.state.peer_tls, PEERS)
-        trusted = self.replica_certificate and self.replica_certificate.context
+        trusted = functools.partial(context_of, self.replica_certificate)
         self._upstream = UpstreamClient(trusted, self.shortages.note)
         self._probes = ProbeFetch(self._upstream)
         self.count_connections = dict
@@ -320,7 +320,7 @@ class RouterService(RouterParts):
             self.sender = Sender(self.feed, secret, state.peer_max_bytes, state.peer_timeout_s)
             self.peer_key = peer_key(secret)
             limits = PeerLimits(state.peer_timeout_s, state.peer_max_bytes, state.max_age_s)
-            trusted = self.peer_certificate and self.peer_certificate.context
+            trusted = functools.partial(context_of, self.peer_certificate)
             self.peers = Peers(state.peers, secret, limits, trusted)
         places: list[Callable[[], Awaitable[IndexSnapshot | None]]] = []
         if self.peers is not None:

@@ -150,6 +150,62 @@ async def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -
             assert (await http.get("/healthz")).status_code == 200
 
 
+async def test_clients_of_renewed_authorities_get_in_and_those_of_the_old_ones_no_more(
+    tmp_path: Path,
+) -> None:
+    """An authority whose key was stolen must not be trusted until somebody thinks of a restart."""
+    old, new = trustme.CA(), trustme.CA()
+    ca_file = tmp_path / "ca.pem"
+    old.cert_pem.write_to_path(ca_file)
+    tls = {**issue(old, tmp_path, "router"), "client_ca": str(ca_file)}
+    shown = {ca: issue(ca, tmp_path, f"client-{at}") for at, ca in enumerate((old, new))}
+    with router_process(configured(tls=tls)) as router:
+        async with client(router, trusting(old, shown[old])) as http:
+            assert (await http.get("/healthz")).status_code == 200
+        new.cert_pem.write_to_path(ca_file)
+        await eventually(lambda: "server.tls: the renewed" in router.log(), "in use")
+        async with client(router, trusting(old, shown[new])) as http:
+            assert (await http.get("/healthz")).status_code == 200
+        async with client(router, trusting(old, shown[old])) as http:
+            with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                await http.get("/healthz")
+
+
+async def test_replicas_of_renewed_authorities_are_trusted_and_those_of_the_old_ones_no_more(
+    tmp_path: Path,
+) -> None:
+    """By health checks, on connections that they have kept as well, and by requests."""
+    old, new = trustme.CA(), trustme.CA()
+    ca_file = tmp_path / "ca.pem"
+    old.cert_pem.write_to_path(ca_file)
+
+    def shows(authority: trustme.CA) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert(NAME).configure_cert(context)
+        return context
+
+    stubs = [EngineStub("served-over-tls", tls=shows(ca)) for ca in (old, new)]
+    async with stubs[0] as of_old, stubs[1] as of_new:
+        server = {"replica_tls": {"ca": str(ca_file)}}
+        with router_process(configured(of_old, of_new, **server)) as router:
+            await until_only_healthy(router, of_old, of_new)
+            new.cert_pem.write_to_path(ca_file)
+            await until_only_healthy(router, of_new, of_old)
+            body = {"model": of_new.model, "prompt": [1, 2, 3]}
+            answer = await router.post("/v1/completions", body)
+            assert (answer.status, answer.headers["x-kv-replica"]) == (200, of_new.name)
+
+
+async def until_only_healthy(router: RouterProcess, one: EngineStub, other: EngineStub) -> None:
+    await router.until(
+        lambda now: (
+            now.sum("kvroute_replica_state", replica=one.name, state="healthy") == 1
+            and now.sum("kvroute_replica_state", replica=other.name, state="unhealthy") == 1
+        ),
+        f"only {one.name} is healthy",
+    )
+
+
 async def serial_number(router: RouterProcess, ca: trustme.CA) -> str:
     """Of the certificate that a new connection is shown."""
     _, writer = await asyncio.open_connection(

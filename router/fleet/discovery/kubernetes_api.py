@@ -107,7 +107,7 @@ class KubernetesApi:
         """
         self._origin = origin
         self._token = token
-        self._client = UpstreamClient(ssl_context=tls)
+        self._client = UpstreamClient(lambda: tls)
 
     async def close(self) -> None:
         await self._client.close()

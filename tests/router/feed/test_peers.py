@@ -124,7 +124,7 @@ def refusing(status: bytes) -> Peer:
 
 
 def peers(*urls: str, limits: PeerLimits = LIMITS, trusted: ssl.SSLContext | None = None) -> Peers:
-    return Peers(urls, SECRET, limits, trusted)
+    return Peers(urls, SECRET, limits, lambda: trusted)
 
 
 async def test_what_a_peer_knows_is_known_before_a_word_from_the_engine() -> None:

@@ -751,7 +751,8 @@ async def test_an_https_origin_is_reached_over_verified_tls(certificate: Path) -
     """A replica behind a gateway is https; an unverified server may be any."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate)
-    client = UpstreamClient(ssl_context=ssl.create_default_context(cafile=f"{certificate}.cert"))
+    trusted = ssl.create_default_context(cafile=f"{certificate}.cert")
+    client = UpstreamClient(lambda: trusted)
     distrusting = UpstreamClient()
     async with raw_server(answering(answer(b"x" * 300_000)), tls=serving) as server:
         origin = Origin.parse(f"https://localhost:{server.port}")
