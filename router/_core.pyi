@@ -472,8 +472,8 @@ class Plane:
                     since the last progress, whether the body is JSON, its last and its first usage
         refused     why a connection was ended; of no exchange
         handed_over of a request that was decided without Python: the replica that did not serve it,
-                    the failure or None, status, seconds to wait or None, and the same of the
-                    attempt beside that one, or None; `opened` follows
+                    the failure or None, status, seconds to wait or None, those since it was sent
+                    first, and the same of the attempt beside that one, or None; `opened` follows
         overtaken   the same of one that its second replica serves: it goes on there
         second_attempt  what became of one: `begun`, `won`, `failed`, `not_allowed`; of no exchange
         reserved    a gateway got the replica for a request that it sends itself: the id of its

@@ -21,15 +21,17 @@ class FailedFirst(NamedTuple):
     """None: it responded that it is unavailable or busy."""
     status: int
     retry_after_s: int | None
+    seconds: float
+    """Since the core sent the request first."""
     beside: FailedFirst | None = None
     """The attempt beside it, where that one was late."""
 
     @staticmethod
     def of_core(what: Sequence[Any]) -> FailedFirst:
         """Read what the core reports of it."""
-        replica, failure, status, retry_after_s, beside = what
+        replica, failure, status, retry_after_s, seconds, beside = what
         other = None if beside is None else FailedFirst.of_core(beside)
-        return FailedFirst(replica, failure, status, retry_after_s, other)
+        return FailedFirst(replica, failure, status, retry_after_s, seconds, other)
 
 
 class Server(Protocol):

@@ -159,7 +159,8 @@ class PlaneRelay:
 
     def _resume_after(self, failed: FailedFirst) -> None:
         """The first attempt was the core's: all others come before that replica again, unless only
-        a kept connection failed."""
+        a kept connection failed. The client has waited since then."""
+        self._started_at -= failed.seconds
         self._note_tried(failed)
         self._tried = True
         self._unavailable = failed.failure is None

@@ -1120,6 +1120,38 @@ async def test_a_replica_that_hangs_up_costs_no_request(router: RouterProcess) -
         assert found.headers["x-kv-replica"] == good.name
 
 
+async def test_the_time_at_a_replica_that_failed_counts_for_the_request(
+    router: RouterProcess,
+) -> None:
+    """A client that waited for two replicas has waited for both: slow failures must show in the
+    latency of the router, and in that of the one request."""
+    async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+        await until_native(router, stubs[0])
+        bad, good = stubs
+        ids = prompt_ids(640, 4)
+        bad.store(ids)
+        await router.until_applied(bad)
+        before, fails, loop = await router.metrics(), asyncio.Event(), asyncio.get_running_loop()
+        bad.requests.clear()
+        bad.behaviour = after(fails, hang_up)
+        asking = asyncio.create_task(asked(router, bad, [*ids, 7]))
+        await eventually(lambda: bool(bad.requests), "the request is at the first replica")
+        loop.call_later(0.5, fails.set)
+        assert (await asking).headers["x-kv-replica"] == good.name
+        for name in ("kvroute_request_seconds", "kvroute_time_to_first_byte_seconds"):
+            count, total = (
+                before.sum(f"{name}_{each}", model=bad.model) for each in ("count", "sum")
+            )
+            await router.until(
+                lambda now, name=name, count=count: (
+                    now.sum(f"{name}_count", model=bad.model) > count
+                ),
+                name,
+            )
+            now = await router.metrics()
+            assert now.sum(f"{name}_sum", model=bad.model) - total >= 0.5, name
+
+
 async def test_bodies_are_bounded_as_elsewhere() -> None:
     """By the limits that the configuration names, and counted while they come."""
     limits = {"max_body_bytes": 100_000, "max_buffered_bytes": 250_000}

@@ -139,7 +139,7 @@ struct AsTuple {
     static nb::object not_served(const HandedOver& by) {
         return nb::make_tuple(by.replica, name_of(by.failure), by.status,
                               by.retry_after_s ? nb::cast(*by.retry_after_s) : nb::none(),
-                              by.beside ? not_served(*by.beside) : nb::none());
+                              by.seconds, by.beside ? not_served(*by.beside) : nb::none());
     }
     nb::object operator()(const HandedOver& over) const {
         return nb::make_tuple("handed_over", id, not_served(over));

@@ -345,6 +345,7 @@ void Client::hand_over(HandedOver why) {
     stage_ = Stage::deciding;
     why.replica = prediction_.replica;
     why.beside = std::move(beside_);
+    why.seconds = clock_now() - started_at_;
     thread_.post(exchange_, std::move(why));
     post_opened();
 }
@@ -430,6 +431,7 @@ void Client::be_overtaken(HandedOver first) {
     booking_->ended(false, clock_now());
     show(Shown::not_yet);  // until it is shown where it is now
     first.replica = std::move(prediction_.replica);
+    first.seconds = clock_now() - started_at_;
     thread_.post(exchange_, Overtaken{std::move(first)});
     late_ = {};
     late_at_ = 0;

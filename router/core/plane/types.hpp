@@ -212,6 +212,7 @@ struct HandedOver {
     std::optional<Failure> failure;  // nothing: it responded `status`
     int status = 0;
     std::optional<u32> retry_after_s;
+    double seconds = 0;  // since it was sent first
     std::unique_ptr<HandedOver> beside = nullptr;  // the attempt beside this one, which failed as well
 };
 // A request that was decided here has ended; see `Prediction` of decider.hpp.
