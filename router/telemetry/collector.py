@@ -66,7 +66,11 @@ def collect(parts: RouterParts) -> Iterator[Metric]:
         _feed_metrics(feeds, parts.repair.statistics()),
         _connector_metrics(parts.feed.listeners(), parts.feed.pollers()),
         _approximate_metrics(approximate),
-        _replica_metrics(parts.registry.snapshot(), parts.keeper.statistics()),
+        _replica_metrics(
+            parts.registry.snapshot(),
+            parts.config.health.engine_load_stale_after_s,
+            parts.keeper.statistics(),
+        ),
         tuple(_scaling_metrics(parts, feeds)),
         _tokenization_metrics(
             {model.name: parts.models.tokenization_of(model).statistics() for model in parts.models}
@@ -235,7 +239,9 @@ def _approximate_metrics(caches: Mapping[SourceId, ApproximateStatistics]) -> It
 
 
 def _replica_metrics(
-    replicas: Sequence[ReplicaView], providers: Mapping[str, ProviderStatistics]
+    replicas: Sequence[ReplicaView],
+    stale_after_s: float,
+    providers: Mapping[str, ProviderStatistics],
 ) -> Iterator[Metric]:
     yield _states(
         "kvroute_replica_state",
@@ -267,10 +273,18 @@ def _replica_metrics(
     yield from fields_as_metrics(ReplicaView, _REPLICA, views)
     loads = [((view.id,), view.load) for view in replicas]
     yield from fields_as_metrics(ReplicaLoad, _REPLICA, loads)
-    engine_loads = [((view.id,), view.engine_load or _NO_ENGINE_LOAD) for view in replicas]
+    engine_loads = [((view.id,), _engine_load(view, stale_after_s)) for view in replicas]
     yield from fields_as_metrics(EngineLoad, _REPLICA, engine_loads)
     provided = [((name,), found) for name, found in providers.items()]
     yield from fields_as_metrics(ProviderStatistics, ("provider",), provided)
+
+
+def _engine_load(view: ReplicaView, stale_after_s: float) -> EngineLoad:
+    """Return what the engine last reported, where that may still be so."""
+    load, age_s = view.engine_load, view.engine_load_age_s
+    if load is None or age_s is None or age_s > stale_after_s:
+        return _NO_ENGINE_LOAD
+    return load
 
 
 def _scaling_metrics(

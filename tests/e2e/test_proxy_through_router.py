@@ -35,7 +35,7 @@ from tests.support.engine_stub import (
     token_event,
 )
 from tests.support.http_client import HttpClient, connect
-from tests.support.router_process import RouterProcess, router_process
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import eventually
 
 CONFIG = {
@@ -881,6 +881,20 @@ async def placed(
     assert await client.read_head() == 200
     await client.read_piece()
     return client.headers["x-kv-replica"]
+
+
+async def test_the_gauges_of_an_engine_that_is_gone_do_not_stay_as_they_were() -> None:
+    """An autoscaler would start more engines for requests that wait nowhere any more."""
+    health = {**QUICK_HEALTH, "engine_load_stale_after_s": 1.0}
+    async with engines(1) as (stub,):
+        stub.waiting_requests = 7
+        with router_process({"health": health}) as router:
+            async with router.serving(stub):
+                await gauge_is_read(router, stub, 7)
+                await stub.stop()
+                await gauge_is_read(router, stub, 0)
+                assert (await router.replica(stub.name))["engine_load_age_s"] > 1.0
+                await stub.start()
 
 
 async def gauge_is_read(router: RouterProcess, stub: EngineStub, waiting: int) -> None:
