@@ -106,6 +106,7 @@ class Adopted:
         claim = Claim(ask, self.admission, room)
         if self.entrance is not None:
             claim.waiter = self.entrance.passed(settled.model, settled.uncached_tokens)
+            self.entrance.room.count_passed(claim.waiter)
         return claim
 
 

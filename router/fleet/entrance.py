@@ -99,8 +99,8 @@ class Entrance:
         priority: str | None = None,
         share: float = 1.0,
     ) -> Waiter:
-        """Count a request without headers that has started, since none waited. Call `room.over`
-        at its end."""
+        """Note a request without headers that has started, since none waited. Call `room.over` at
+        its end."""
         waiter = self.waiter(model, {}, holder, priority, share)
         waiter.tokens = uncached_tokens
         self.room.passed(waiter)

@@ -118,10 +118,13 @@ class WaitingRoom:
         return not self._waiting
 
     def passed(self, waiter: Waiter) -> None:
-        """Count a request that has started elsewhere, since none waited and there was room. Call
+        """Note a request that has started elsewhere, since none waited and there was room. Call
         `over` at its end."""
         line = waiter.line = self._line(waiter.model)
         line.pass_by(waiter, self.clock())
+
+    def count_passed(self, waiter: Waiter) -> None:
+        """Count such a request as one that did not wait, once it is known to stay elsewhere."""
         self._listener.started(waiter.model, waiter.priority, 0.0)
 
     def over(self, waiter: Waiter, response_tokens: int | None = None) -> None:
@@ -228,5 +231,7 @@ class WaitingRoom:
 
     def _looked(self) -> None:
         self._timer = None
-        self.look()
-        self._look_later()
+        try:
+            self.look()
+        finally:  # an error at one request must not keep the others waiting for ever
+            self._look_later()

@@ -670,6 +670,30 @@ async def test_while_nobody_waits_the_core_decides_and_a_line_is_pythons() -> No
                 assert not (await router.metrics()).sum("kvroute_queue_requests")
 
 
+async def test_a_request_that_was_handed_over_waited_once() -> None:
+    """Its first replica failed after it was shown as under way: the line's metric counts requests,
+    and not the times that they were sent."""
+    overload = {"max_in_flight": 50, "max_waiting": 4}
+    async with engines(2, has_events=True) as stubs:
+        with router_process({**NATIVE, "overload": overload}) as router:
+            async with router.serving(*stubs):
+                number = await until_native(router, stubs[0])
+                bad, good = stubs
+                ids = prompt_ids(640, 4)
+                bad.store(ids)
+                await router.until_applied(bad)
+                fails = asyncio.Event()
+                bad.behaviour = after(fails, hang_up)
+                asking = asyncio.create_task(asked(router, bad, [*ids, 7]))
+                while len((await router.get("/requests")).json["requests"]) == number:
+                    await asyncio.sleep(0.01)
+                fails.set()
+                assert (await asking).headers["x-kv-replica"] == good.name
+                await last_request(router, number + 1)
+                metrics = await router.metrics()
+                assert metrics.sum("kvroute_queue_wait_seconds_count") == number + 1
+
+
 async def _latest(router: RouterProcess, count: int) -> list[dict[str, Any]]:
     """The requests that came last."""
     return list((await router.get("/requests")).json["requests"][:count])

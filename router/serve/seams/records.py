@@ -133,8 +133,11 @@ class Settling:
     def _leave_line(self, number: int, settled: Settled) -> None:
         if self.entrance is not None:
             self._pass_by(number, settled)
+            passed = self._passed.pop(number)
+            # Not before: one that is handed over enters the line, and is counted there.
+            self.entrance.room.count_passed(passed)
             tokens = settled.response_tokens if settled.first_byte_s else None
-            self.entrance.room.over(self._passed.pop(number), tokens)
+            self.entrance.room.over(passed, tokens)
 
     def _attempt(self, replica_id: str) -> Attempt | None:
         """Return an attempt at a replica; None where it was removed meanwhile."""
