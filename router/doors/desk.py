@@ -109,8 +109,9 @@ class Desk:
         kept = self._selections.take(selection_id, caller.name, self.reservations.clock())
         ask, decision = kept.ask, kept.decision
         replica = decision.replicas[decision.ranking[0].candidate.replica_id]
-        if replica.removed or not replica.is_healthy:
-            raise NoReplica(decision.model_name, "the selected one is gone")
+        obstacle = decision.obstacle_of(replica, decision.tenant)
+        if obstacle is not None:
+            raise NoReplica(decision.model_name, f"the selected one: {obstacle}")
         self.reservations.check_room(selection_id)
         claim = self._claim(ask)
         try:

@@ -159,6 +159,21 @@ async def test_a_selection_can_be_reserved_later_once(router: RouterProcess) -> 
         assert (gone.status, gone.error["code"]) == (404, "reservation_not_found")
 
 
+async def test_a_selection_is_not_booked_where_the_replica_was_drained_since(
+    router: RouterProcess,
+) -> None:
+    """An operator who drains a replica waits for its last request: there must be no new one."""
+    async with engines(1) as (stub,), router.serving(stub):
+        name = unique("selection")
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 4), "selection_id": name}
+        assert (await router.post("/select", body)).status == 200
+        assert (await router.post(f"/replicas/{stub.name}/drain", {})).status == 200
+        refused = await router.post("/reservations", {"selection_id": name})
+        assert (refused.status, refused.error["code"]) == (503, "no_replica")
+        assert "draining" in refused.error["message"]
+        assert (await router.metrics()).sum("kvroute_reservations") == 0
+
+
 async def test_a_request_sent_elsewhere_can_be_booked_where_it_went(router: RouterProcess) -> None:
     """A gateway with a mind of its own still makes its load known."""
     async with engines(2) as stubs, router.serving(*stubs):
