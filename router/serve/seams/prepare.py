@@ -89,6 +89,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenising: set[int] = set()
+        """Requests of these tasks whose clients have not left."""
         self._hinted: dict[int, _HintedPrompt] = {}
         self._begun: dict[int, Begun] = {}
         """State by number, of requests that are neither opened nor ended."""
@@ -129,6 +131,7 @@ class Preparation:
         if tokenization.local is None:
             self._open(number)  # a replica is asked once, and may keep the caller waiting
             return
+        self._tokenising.add(number)
         task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
         self._tasks.add(task)
         task.add_done_callback(functools.partial(self._tokenized, number))
@@ -147,6 +150,7 @@ class Preparation:
 
     def hand_over(self, number: int) -> Begun | None:
         """Return the state of a request that others serve from now on."""
+        self._tokenising.discard(number)
         self._hinted.pop(number, None)
         return self._begun.pop(number, None)
 
@@ -211,10 +215,12 @@ class Preparation:
         started = time.perf_counter()
         tokenization = self.dispatcher.models.tokenization_of(asked.model)
         (tokenized,) = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
-        self._place(number, body, asked, tokenized, time.perf_counter() - started)
+        if number in self._tokenising:
+            self._place(number, body, asked, tokenized, time.perf_counter() - started)
 
     def _tokenized(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._tokenising.discard(number)
         if task.cancelled():
             self._open(number)
         elif (error := task.exception()) is not None:
