@@ -405,11 +405,13 @@ class Reservations:
 
     def _sweep(self) -> None:
         self._timer = None
-        last = self.clock() - self._idle_s
-        has_more = self._adopt is not None and self._adopt_silent(self._adopt, last)
-        for reservation in [each for each in self._held.values() if each.touched_at <= last]:
-            reservation.end(Outcome.EXPIRED)
-        self._look_later(0.0 if has_more else _SWEEP_S)
+        last, has_more = self.clock() - self._idle_s, False
+        try:
+            has_more = self._adopt is not None and self._adopt_silent(self._adopt, last)
+            for reservation in [each for each in self._held.values() if each.touched_at <= last]:
+                reservation.end(Outcome.EXPIRED)
+        finally:  # an error at one of them must not keep the others booked for ever
+            self._look_later(0.0 if has_more else _SWEEP_S)
 
     def _adopt_silent(
         self, adopt: Callable[[Iterable[tuple[Any, ...]]], object], last: float

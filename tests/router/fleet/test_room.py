@@ -3,6 +3,7 @@ moved by hand."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -24,6 +25,7 @@ from router.errors import (
 from router.fleet.entrance import Entrance, headers_read
 from router.fleet.line import LineLimits, Waiter
 from router.fleet.room import NoTurn, RoomListener, WaitingRoom
+from tests.support.waiting import eventually
 
 
 class Place:
@@ -106,6 +108,24 @@ async def test_models_take_turns(place: MakePlace) -> None:
         slots[0] = 1
         here.room.look()
     assert order == list("mnmnmn")
+
+
+async def test_an_error_in_one_refusal_is_not_the_end_of_all_later_ones(place: MakePlace) -> None:
+    """Deadlines are only checked by a timer: without it, requests wait for ever."""
+    here = place()
+    broken, other = here.enter(deadline=101.0), here.enter(deadline=102.0)
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: told.append(what))
+
+    def fail(_error: RequestError) -> None:
+        raise RuntimeError
+
+    broken.refuse = fail
+    here.now = 101.5
+    await eventually(lambda: bool(told), "the timer has met the error")
+    here.now = 102.5
+    await eventually(lambda: bool(here.refused), "the next one is refused")
+    assert [waiter for waiter, _ in here.refused] == [other]
 
 
 async def test_one_that_ends_as_it_starts_does_not_stop_the_others(place: MakePlace) -> None:
