@@ -172,7 +172,7 @@ def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     """Make the application for all paths that are not proxied."""
     app, router, guard = new_api(lifespan), parts.router, parts.guard
     client, operator = Access("client", guard), Access("operator", guard)
-    add_error_handlers(app, parts.proxied_paths, router.metrics, router.shortages)
+    add_error_handlers(app, parts.proxied_paths, router.observers, router.shortages)
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
     add_route(app, parts, sees_hits)
@@ -448,6 +448,7 @@ def _count_refusal(service: RouterService, reason: str) -> None:
         return
     if reason == _OUT_OF_MEMORY:
         service.shortages.note("memory")
+        service.request_log.count_failure()
     service.metrics.bad_requests.labels(reason).inc()
 
 

@@ -174,6 +174,17 @@ async def test_a_selection_is_not_booked_where_the_replica_was_drained_since(
         assert (await router.metrics()).sum("kvroute_reservations") == 0
 
 
+async def test_a_refusal_with_503_is_a_failure_of_the_last_minute(router: RouterProcess) -> None:
+    """A router that refuses everything must not look as if nothing failed."""
+    async with engines(1) as (stub,), router.serving(stub):
+        failed = (await router.get("/overview")).json["minute"]["failed"]
+        body = {"model": stub.model, "token_ids": [1], "replicas": ["10.0.0.9:1"]}
+        assert (await router.post("/select", body)).status == 503
+        assert (await router.get("/overview")).json["minute"]["failed"] == failed + 1
+        assert (await router.post("/select", {**body, "model": "no-such"})).status == 404
+        assert (await router.get("/overview")).json["minute"]["failed"] == failed + 1
+
+
 async def test_a_request_sent_elsewhere_can_be_booked_where_it_went(router: RouterProcess) -> None:
     """A gateway with a mind of its own still makes its load known."""
     async with engines(2) as stubs, router.serving(*stubs):

@@ -12,19 +12,19 @@ from router.doors.http.bodies import JSON, ClientLeft
 from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
 from router.errors import MethodNotAllowed, Overloaded, RequestError, UnknownPath, is_out_of_memory
 from router.plane.proxied_messages import error_body
-from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_observer import RequestObservers
 from router.telemetry.shortages import Shortages
 
 
 def add_error_handlers(
-    app: FastAPI, paths: ProxiedPaths, metrics: RouterMetrics, shortages: Shortages
+    app: FastAPI, paths: ProxiedPaths, observers: RequestObservers, shortages: Shortages
 ) -> None:
     """Give every error the one form, and count it."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         note_refused(request.scope, error.code)
-        metrics.bad_requests.labels(error.code).inc()
+        observers.refused(error)
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
         return Response(body, error.status, headers, JSON)
@@ -39,7 +39,7 @@ def add_error_handlers(
         return await refuse(request, MethodNotAllowed(allowed))
 
     async def count_gone(_request: Request, _error: Exception) -> Response:
-        metrics.bad_requests.labels("client_gone").inc()
+        observers.client_left()
         return Response(status_code=400)
 
     async def refuse_for_memory(request: Request, error: Exception) -> Response:
