@@ -181,20 +181,6 @@ _PROBES: dict[str, TextPrompt | ChatPrompt] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """One probe that came out differently."""
-
-    probe: str
-    """The name of the probe."""
-    first_difference: int
-    """Index of the first id that differs, or the length of the shorter list."""
-    local_count: int
-    """Ids in the router."""
-    remote_count: int
-    """Ids at the replica."""
-
-
 def _as_called_at(replica: Replica, names: Sequence[str], body: bytes) -> bytes:
     """A body that names a model, by one of its *names* that the replica knows."""
     model, _ = read_model(body)
@@ -252,7 +238,7 @@ class TokenizerCheck:
             return
         self.disagreements[model, replica.id] = len(found)
         if found:
-            names = ", ".join(each.probe for each in found)
+            names = ", ".join(found)
             logger.warning(
                 "replica %s tokenises %s differently: hits will be mispredicted (%s)",
                 replica.id,
@@ -263,8 +249,8 @@ class TokenizerCheck:
 
 async def find_disagreements(
     local: LocalTokenizer, remote: RemoteTokenizer, model: str | None
-) -> list[Disagreement]:
-    """Tokenise the probes on both sides and return where they differ.
+) -> list[str]:
+    """Tokenise the probes on both sides; return the names of those that come out differently.
 
     Probes that one side cannot tokenise are left out.
 
@@ -274,7 +260,7 @@ async def find_disagreements(
         ReplicaAnswerError: The replica refused, or its response makes no sense.
         OSError: The replica did not respond; asyncio.TimeoutError likewise.
     """
-    found: list[Disagreement] = []
+    found: list[str] = []
     for name, prompt in _PROBES.items():
         try:
             here = local.finish(local.prepare(prompt, None))
@@ -282,13 +268,5 @@ async def find_disagreements(
         except UntokenizableError:
             continue
         if here != there:
-            first = _first_difference(here, there)
-            found.append(Disagreement(name, first, len(here), len(there)))
+            found.append(name)
     return found
-
-
-def _first_difference(here: Sequence[int], there: Sequence[int]) -> int:
-    for index, (one, other) in enumerate(zip(here, there, strict=False)):
-        if one != other:
-            return index
-    return min(len(here), len(there))

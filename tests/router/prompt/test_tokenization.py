@@ -426,15 +426,16 @@ async def test_router_and_replica_are_compared(
     local_of: _LocalOf,
 ) -> None:
     """Before its hits are believed: the usual cause of misses is one token at the front."""
-    assert await find_disagreements(local, RemoteTokenizer(replica.fetch), "m") == []
+    remote = RemoteTokenizer(replica.fetch)
+    assert await find_disagreements(local, remote, "m") == []
     other = local_of(
         build_tokenizer("qwen"), chat_templates={"default": "<|endoftext|>" + _TEMPLATE}
     )
-    found = await find_disagreements(other, RemoteTokenizer(replica.fetch), "m")
-    assert [item.probe for item in found] == ["one message", "several turns", "tools"]
-    assert all(
-        (item.first_difference, item.local_count) == (0, item.remote_count + 1) for item in found
-    )
+    found = await find_disagreements(other, remote, "m")
+    assert found == ["one message", "several turns", "tools"]
+    chat = ChatPrompt([{"role": "user", "content": "Why is the sky blue?"}])
+    there = await remote.tokenize(chat, model="m", cache_salt=None)
+    assert other.finish(other.prepare(chat, None))[1:] == there
 
 
 @pytest.fixture(scope="module")
