@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from kvevents.field_docs import counter, gauge
 from router.config.keys import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 
@@ -80,25 +81,29 @@ class KeyUsage:
     _clock: Callable[[], float] = time.monotonic
     _requests: MinuteCount = field(default_factory=MinuteCount)
     _tokens: MinuteCount = field(default_factory=MinuteCount)
-    _in_flight: int = 0
     elsewhere: KeyCounts = _NOTHING
     """The counts of other routers for this key."""
-    total_requests: int = 0
-    total_tokens: int = 0
-    refusals: dict[str, int] = field(
+    total_requests: Annotated[int, counter("kvroute_key_requests")] = 0
+    """Requests with a key that has limits (`server.client_api_keys[]`)."""
+    total_tokens: Annotated[int, counter("kvroute_key_tokens")] = 0
+    """Tokens of prompts and responses with a key that has limits."""
+    in_flight: Annotated[int, gauge("kvroute_key_in_flight")] = 0
+    """Requests under way with a key that has limits."""
+    refusals: Annotated[dict[str, int], counter("kvroute_key_refusals", "limit")] = field(
         default_factory=lambda: dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
     )
+    """Requests that a limit of their key refused: `requests`, `tokens`, `in_flight`, `model`."""
 
     def counts(self) -> KeyCounts:
         """Return this router's counts."""
         now = self._clock()
-        return KeyCounts(self._requests.at(now), self._tokens.at(now), self._in_flight)
+        return KeyCounts(self._requests.at(now), self._tokens.at(now), self.in_flight)
 
     def may_enter(self) -> bool:
         """Return whether `enter` lets a request in at this moment."""
         config, now = self._config, self._clock()
         most, limit = config.max_in_flight, config.requests_per_minute
-        if most is not None and self._in_flight + self.elsewhere.in_flight >= most:
+        if most is not None and self.in_flight + self.elsewhere.in_flight >= most:
             return False
         used = self._requests.at(now) + self.elsewhere.requests
         return limit is None or not _is_over(limit, used, 1)
@@ -113,14 +118,14 @@ class KeyUsage:
         """A request has arrived; call `leave` at its end, unless this raises `KeyLimitReached`."""
         config, now = self._config, self._clock()
         most = config.max_in_flight
-        if most is not None and self._in_flight + self.elsewhere.in_flight >= most:
+        if most is not None and self.in_flight + self.elsewhere.in_flight >= most:
             raise self._refused("in_flight", f"{most} requests at a time", 1)
         limit = config.requests_per_minute
         if limit is not None:
             self._check("requests", self._requests, self.elsewhere.requests, 1, limit, now)
         self._requests.add(1, now)
         self.total_requests += 1
-        self._in_flight += 1
+        self.in_flight += 1
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -148,7 +153,7 @@ class KeyUsage:
 
     def leave(self, response_tokens: int = 0) -> None:
         """A request is over."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         self._count_tokens(response_tokens, self._clock())
 
     @property

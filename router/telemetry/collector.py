@@ -27,7 +27,7 @@ from router.feed.source_feed import SourceFeedStatistics
 from router.fleet.discovery.keeper import ProviderStatistics
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import Breaker
-from router.fleet.limits import KeyLimits
+from router.fleet.limits import KeyLimits, KeyUsage
 from router.fleet.load import ReplicaLoad
 from router.fleet.room import Waiting
 from router.fleet.types import ReplicaState, ReplicaView
@@ -460,36 +460,8 @@ def _queue_metrics(parts: RouterParts) -> Iterator[Metric]:
 
 def _key_metrics(limits: KeyLimits) -> Iterator[Metric]:
     """Yield the usage of limited keys. The names of keys are the operator's."""
-    usages = limits.usages.items()
-    labels = ("key",)
-    yield _counter(
-        "kvroute_key_requests",
-        "Requests with a key that has limits (`server.client_api_keys[]`).",
-        labels,
-        [((name,), usage.total_requests) for name, usage in usages],
-    )
-    yield _counter(
-        "kvroute_key_tokens",
-        "Tokens of prompts and responses with a key that has limits.",
-        labels,
-        [((name,), usage.total_tokens) for name, usage in usages],
-    )
-    yield _gauge(
-        "kvroute_key_in_flight",
-        "Requests under way with a key that has limits.",
-        labels,
-        [((name,), usage.counts().in_flight) for name, usage in usages],
-    )
-    yield _counter(
-        "kvroute_key_refusals",
-        "Requests that a limit of their key refused: `requests`, `tokens`, `in_flight`, `model`.",
-        ("key", "limit"),
-        [
-            ((name, limit), count)
-            for name, usage in usages
-            for limit, count in usage.refusals.items()
-        ],
-    )
+    found = [((name,), usage) for name, usage in limits.usages.items()]
+    yield from fields_as_metrics(KeyUsage, ("key",), found)
 
 
 # --- other routers, and starts --------------------------------------------------------------------
