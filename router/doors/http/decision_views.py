@@ -22,7 +22,7 @@ from router.doors.http.route_views import (
 )
 from router.doors.names import worker_number
 from router.fleet.replica import Replica
-from router.index.base import GroupHit, SourceId
+from router.index.base import GroupHit, Hit, SourceId
 from router.plane.attempts import Attempt
 from router.policies.types import Candidate, Ranked
 from router.routing.decision import Decision
@@ -31,7 +31,7 @@ from router.routing.question import uncached_tokens
 Encoding: TypeAlias = Literal["json", "msgpack"]
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 _BLOCK_SIZE = 16
-_CPU_TIERS = ("CPU", "cpu")
+_MEMORY_TIERS = ("CPU", "cpu")
 
 
 def route_view(decision: Decision, explains: bool = False) -> RouteView:
@@ -177,14 +177,19 @@ def _headers_of(replica: Replica, attempt: Attempt) -> dict[str, str]:
 def _overlap(candidate: Candidate) -> OverlapView:
     gpu = candidate.gpu_cached_tokens
     rank = "0" if candidate.dp_rank is None else str(candidate.dp_rank)
-    in_memory = sum(tokens for tier, tokens in candidate.by_tier if tier in _CPU_TIERS)
     return OverlapView(
         longest_matched=candidate.cached_tokens,
         gpu=gpu,
         dp={rank: gpu},
-        cpu=min(gpu + in_memory, candidate.cached_tokens),
+        cpu=tokens_with_memory(candidate),
         disk=candidate.cached_tokens,
     )
+
+
+def tokens_with_memory(found: Candidate | Hit) -> int:
+    """Return the tokens on the GPU, with those that CPU memory would bring back."""
+    in_memory = sum(tokens for tier, tokens in found.by_tier if tier in _MEMORY_TIERS)
+    return min(found.gpu_cached_tokens + in_memory, found.cached_tokens)
 
 
 def encoding_of(headers: Mapping[bytes, bytes]) -> Encoding:

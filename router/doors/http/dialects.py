@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
@@ -18,6 +18,7 @@ from router.config.replica import read_replica
 from router.config.server import ServerConfig
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import decode_body, json_response, read_request
+from router.doors.http.decision_views import tokens_with_memory
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
 from router.doors.names import worker_number
@@ -43,7 +44,6 @@ _Hashes = Annotated[list[int | str], msgspec.Meta(min_length=1, max_length=_MOST
 _BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _MAX_CHANGE_BYTES = 65_536
-_MEMORY_TIERS = ("CPU", "cpu")
 
 
 class MooncakeQuery(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class MooncakeQuery(msgspec.Struct, frozen=True):
 class DynamoQuery(msgspec.Struct, frozen=True):
     """A question to Dynamo's indexer."""
 
-    model_name: _Text
+    model: _Text = msgspec.field(name="model_name")
     token_ids: _TokenIds
     lora_name: _Text | None = None
     cache_salt: _Text | None = None
@@ -69,6 +69,8 @@ class DynamoQuery(msgspec.Struct, frozen=True):
 class MooncakeHashQuery(msgspec.Struct, frozen=True):
     """The same, by block hashes."""
 
+    name: ClassVar[str] = "seq_hashes"
+    """The field of the hashes."""
     model: _Text
     seq_hashes: _Hashes | None = None
     block_hash: _Hashes | None = None
@@ -81,29 +83,14 @@ class MooncakeHashQuery(msgspec.Struct, frozen=True):
     def hashes(self) -> Sequence[int | str] | None:
         return self.seq_hashes or self.block_hash
 
-    @property
-    def name(self) -> str:
-        return "seq_hashes"
-
 
 class DynamoHashQuery(msgspec.Struct, frozen=True):
     """The same, by block hashes."""
 
-    model_name: _Text
-    block_hashes: _Hashes
+    name: ClassVar[str] = "block_hashes"
+    model: _Text = msgspec.field(name="model_name")
+    hashes: _Hashes = msgspec.field(name="block_hashes")
     block_size: _BlockSize = None
-
-    @property
-    def model(self) -> str:
-        return self.model_name
-
-    @property
-    def hashes(self) -> Sequence[int | str]:
-        return self.block_hashes
-
-    @property
-    def name(self) -> str:
-        return "block_hashes"
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -132,7 +119,7 @@ def add_dialects(
     @app.post("/mooncake/query", **asking)
     async def mooncake_query(request: Request) -> Response:
         asked = await dialects.read(request, MooncakeQuery)
-        found = await dialects.look_up(request, asked.model, asked)
+        found = await dialects.look_up(request, asked)
         if asked.instance_id is not None:
             found = {name: each for name, each in found.items() if name == asked.instance_id}
         return json_response(mooncake_answer(found, asked.tenant_id))
@@ -140,9 +127,7 @@ def add_dialects(
     @app.post("/dynamo/query", **asking)
     async def dynamo_query(request: Request) -> Response:
         asked = await dialects.read(request, DynamoQuery)
-        return json_response(
-            dynamo_answer(await dialects.look_up(request, asked.model_name, asked))
-        )
+        return json_response(dynamo_answer(await dialects.look_up(request, asked)))
 
     @app.post("/mooncake/query_by_hash", **asking)
     async def mooncake_query_by_hash(request: Request) -> Response:
@@ -208,11 +193,11 @@ class DialectEndpoints:
             return await asyncio.to_thread(decode_body, body, kind)
 
     async def look_up(
-        self, request: Request, model_name: str, asked: MooncakeQuery | DynamoQuery
+        self, request: Request, asked: MooncakeQuery | DynamoQuery
     ) -> dict[str, list[Holding]]:
         """Return how much of a prompt each replica has."""
         key: Key | None = request.state.key
-        model, adapter = self._resolve(key, model_name)
+        model, adapter = self._resolve(key, asked.model)
         salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
         if of_key is not None:
             salt = tenant_salt_of(of_key.secret, salt)
@@ -336,7 +321,7 @@ class Holding(NamedTuple):
     memory: int
     """With the tokens that memory would bring back."""
     all_tiers: int
-    groups: Sequence[Mapping[str, Any]]
+    groups: Sequence[GroupHit]
     exactness: Mapping[str, Any] = {}
     """In an answer that may not be exact: whether it is, and why not."""
 
@@ -347,29 +332,23 @@ def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
     found: defaultdict[str, list[Holding]] = defaultdict(list)
     for source, hit in model.index.match_prompt(prompt).items():
         if hit.cached_tokens:
-            found[source.replica].append(_holding(model, prompt, source, hit))
+            groups = model.index.explain(prompt, source)
+            found[source.replica].append(_holding(source, hit, groups, {}))
     return dict(found)
-
-
-def _holding(model: Model, prompt: HashedPrompt, source: SourceId, hit: Hit) -> Holding:
-    return _as_holding(source, hit, model.index.explain(prompt, source), {})
 
 
 def _held(source: SourceId, found: HashesFound) -> Holding:
     exactness: dict[str, Any] = {"exact": found.problem is None}
     if found.problem is not None:
         exactness["problem"] = found.problem
-    return _as_holding(source, found.hit, found.groups, exactness)
+    return _holding(source, found.hit, found.groups, exactness)
 
 
-def _as_holding(
-    source: SourceId, hit: Hit, by_group: Sequence[GroupHit], exactness: Mapping[str, Any]
+def _holding(
+    source: SourceId, hit: Hit, groups: Sequence[GroupHit], exactness: Mapping[str, Any]
 ) -> Holding:
-    in_memory = sum(tokens for tier, tokens in hit.by_tier if tier in _MEMORY_TIERS)
-    groups = [{"group": each.group, "kind": each.kind, "tokens": each.tokens} for each in by_group]
-    memory = min(hit.gpu_cached_tokens + in_memory, hit.cached_tokens)
     gpu, total = hit.gpu_cached_tokens, hit.cached_tokens
-    return Holding(source.dp_rank, gpu, memory, total, groups, exactness)
+    return Holding(source.dp_rank, gpu, tokens_with_memory(hit), total, groups, exactness)
 
 
 def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
@@ -416,9 +395,7 @@ def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
 def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
     """Return the groups of the rank that has most."""
     best = max(ranks, key=lambda each: each.all_tiers)
-    return {
-        str(each["group"]): {"kind": each["kind"], "tokens": each["tokens"]} for each in best.groups
-    }
+    return {str(each.group): {"kind": each.kind, "tokens": each.tokens} for each in best.groups}
 
 
 def _exactness(ranks: Sequence[Holding]) -> Mapping[str, Any]:
