@@ -21,7 +21,6 @@ from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.dialects import holdings
-from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
 from router.doors.http.selection import caller_of
 from router.doors.messages import (
     EXT_PROC_SERVICE,
@@ -35,6 +34,7 @@ from router.doors.messages import (
     ProcessingResponse,
 )
 from router.doors.picker import Pick, PickerParts
+from router.doors.proxied_paths import ProxiedPaths
 from router.errors import BadRequest, ConfigError, ConfigProblem, Overloaded, RequestError
 from router.plane.attempts import RANK_HEADER
 from router.prompt.endpoints import Endpoint
@@ -75,9 +75,7 @@ def make_picker(
     needs_key = guard.needs_key("client")
     parts = PickerParts(
         desk=desk,
-        admission=desk.admission,
-        find_path=paths.find,
-        dialect_of=dialect_of,
+        paths=paths,
         caller=_callers(guard) if needs_key else lambda _headers, _path: ANONYMOUS,
         dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
         session_header=config.policy.session_header.encode(),

@@ -21,21 +21,20 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Caller, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
+from router.doors.proxied_paths import ProxiedPaths, dialect_of
 from router.doors.reservations import DecidedReservation, Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import RANK_HEADER, Attempt
 from router.plane.proxied_messages import error_body
-from router.plane.proxy_types import Dialect
-from router.prompt.endpoints import Endpoint
-from router.routing.admission import Admission, BodyBuffer
+from router.routing.admission import BodyBuffer
 from router.routing.terms import session_in
 
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -52,25 +51,11 @@ _NONE, _STREAMED, _BUFFERED, _BUFFERED_PARTIAL, _FULL_DUPLEX = range(5)
 _REQUEST_ID_BYTES = 128
 
 
-class KnownPath(Protocol):
-    """A path that goes to a replica."""
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """The form of the body, where it holds a prompt."""
-
-    @property
-    def response_id(self) -> str:
-        """The stored response that it names."""
-
-
 class PickerParts(NamedTuple):
     """Holds the parts that all requests share."""
 
     desk: Desk
-    admission: Admission
-    find_path: Callable[[str], KnownPath | None]
-    dialect_of: Callable[[str], Dialect]
+    paths: ProxiedPaths
     caller: Callable[[Mapping[bytes, bytes], str], Caller]
     """Identifies the caller by headers and path; raises `RequestError`."""
     dropped: Sequence[bytes]
@@ -117,7 +102,7 @@ class Pick:
         self.is_refused = False
         """True after a refusal: nothing more is answered."""
         self._parts = parts
-        self._buffer = BodyBuffer(parts.admission)
+        self._buffer = BodyBuffer(parts.desk.admission)
         self._body: list[bytes] = []
         self._size = 0
         self._head = _Head({}, "", None, False)
@@ -149,9 +134,7 @@ class Pick:
         refusal = answer.immediate_response
         refusal.status.code = error.status
         refusal.details = error.code
-        refusal.body = error_body(
-            self._parts.dialect_of(self._head.path), str(error), error.type, error.code
-        )
+        refusal.body = error_body(dialect_of(self._head.path), str(error), error.type, error.code)
         headers = [(b"content-type", b"application/json"), *error.headers()]
         if error.status in (429, 503):
             headers.append((_DROPPED, error.code.encode()))
@@ -239,7 +222,7 @@ class Pick:
 
     async def _reserve(self, body: bytes) -> DecidedReservation:
         head, parts = self._head, self._parts
-        known = parts.find_path(head.path)
+        known = parts.paths.find(head.path)
         question = Question(
             endpoint=None if known is None else known.endpoint,
             response_id="" if known is None else known.response_id,
@@ -345,7 +328,7 @@ class Pick:
     def _let_go_of_body(self) -> None:
         self._body.clear()
         self._buffer.__exit__(None, None, None)
-        self._buffer = BodyBuffer(self._parts.admission)
+        self._buffer = BodyBuffer(self._parts.desk.admission)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ from router.doors.http.gateway import Gateway
 from router.doors.http.live_page import add_page
 from router.doors.http.models import add_models
 from router.doors.http.openapi import Access
-from router.doors.http.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.http.questions import RouteQuestions
 from router.doors.http.selection import SELECT_PATH, add_selection, take_report
+from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import ReservationStatistics
 from router.errors import ConfigError
 from router.fleet.engine_order import EngineOrder

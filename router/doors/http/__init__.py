@@ -4,7 +4,6 @@ The files; each imports only what is listed above it:
 
     access_log.py         one line for each request
     networks.py           networks of addresses
-    proxied_paths.py      the paths that go to a replica, and how it is chosen
     access.py             authorises requests: keys, peers, names, origins
     bodies.py             reads the bodies of requests, and one field of a form; JSON as a response
     forwarding.py         the part of a client's request that goes on to a replica

@@ -32,7 +32,7 @@ from router.config.keys import ClientKeyConfig
 from router.config.origin import in_url
 from router.config.replica import key_bytes
 from router.config.server import ServerConfig
-from router.doors.http.proxied_paths import salt_names
+from router.doors.proxied_paths import salt_names
 from router.errors import (
     ForeignHost,
     ForeignOrigin,

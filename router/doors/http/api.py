@@ -34,7 +34,6 @@ from router.doors.http.openapi import (
     takes,
 )
 from router.doors.http.overview import Overview, overview
-from router.doors.http.proxied_paths import ProxiedPaths
 from router.doors.http.replica_views import Fleet, ReplicaDetails, ReplicaList, replica_details
 from router.doors.http.request_bodies import (
     ChatRequest,
@@ -47,6 +46,7 @@ from router.doors.http.request_bodies import (
 from router.doors.http.request_views import RequestsView, requests_view
 from router.doors.http.route_views import RouteView
 from router.doors.http.views import RemovedReplica, StatusView
+from router.doors.proxied_paths import ProxiedPaths
 from router.doors.reservations import Reservations
 from router.errors import (
     BadRequest,

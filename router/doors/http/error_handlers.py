@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from router.doors.http.access_log import note_refused
 from router.doors.http.bodies import JSON, ClientLeft
-from router.doors.http.proxied_paths import ProxiedPaths, dialect_of
+from router.doors.proxied_paths import ProxiedPaths, dialect_of
 from router.errors import MethodNotAllowed, Overloaded, RequestError, UnknownPath, is_out_of_memory
 from router.plane.proxied_messages import error_body
 from router.telemetry.request_observer import RequestObservers

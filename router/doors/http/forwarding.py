@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from router.config.origin import Header, Timeouts
 from router.config.server import ServerConfig
 from router.doors.http.networks import Networks
-from router.doors.http.proxied_paths import dialect_of
 from router.doors.names import SIDECAR_HEADERS
+from router.doors.proxied_paths import dialect_of
 from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import ProxyRequest

@@ -26,7 +26,7 @@ from router.doors.http.bodies import (
     with_form_field,
 )
 from router.doors.http.forwarding import Forwarding
-from router.doors.http.proxied_paths import (
+from router.doors.proxied_paths import (
     MAX_REQUEST_ID_LENGTH,
     ProxiedPath,
     ProxiedPaths,

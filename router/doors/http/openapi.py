@@ -21,10 +21,10 @@ from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
 from router.doors.http.bodies import JSON
 from router.doors.http.overview import Overview
-from router.doors.http.proxied_paths import dialect_of
 from router.doors.http.replica_views import ReplicaDetails
 from router.doors.http.request_bodies import PROXIED, EngineResponse
 from router.doors.http.views import AnthropicErrorView, ErrorView, View
+from router.doors.proxied_paths import dialect_of
 from router.errors import (
     BadRequest,
     BodyTooLarge,

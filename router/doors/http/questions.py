@@ -17,7 +17,7 @@ from router.config.origin import Header
 from router.doors.http.access import Key, terms_of
 from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.gateway import Gateway, Passage
-from router.doors.http.proxied_paths import ProxiedPath, RoutedBy
+from router.doors.proxied_paths import ProxiedPath, RoutedBy
 from router.errors import RequestError
 from router.plane.exchanges import PlaneExchange
 from router.prompt.endpoints import Endpoint

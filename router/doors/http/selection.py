@@ -21,7 +21,6 @@ from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
-from router.doors.http.proxied_paths import MAX_REQUEST_ID_LENGTH
 from router.doors.http.request_bodies import (
     EngineUsage,
     OutputReport,
@@ -32,6 +31,7 @@ from router.doors.http.request_bodies import (
 from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
+from router.doors.proxied_paths import MAX_REQUEST_ID_LENGTH
 from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from router.config.origin import Header
 from router.doors.http.access import Key, tenant_salt
 from router.doors.http.gateway import Begun
-from router.doors.http.proxied_paths import PREPARED
+from router.doors.proxied_paths import PREPARED
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
 from router.fleet.limits import KeyUsage

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from router.doors.http.access import of_key
 from router.doors.http.access_log import AccessLine
 from router.doors.http.gateway import Begun
-from router.doors.http.proxied_paths import PREPARED
+from router.doors.proxied_paths import PREPARED
 from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
 from router.plane.attempts import Attempt
