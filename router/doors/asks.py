@@ -1,13 +1,14 @@
-"""A question where a request should go: its caller and its purpose."""
+"""A question where a request should go: the key that it came with, and its purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import msgspec
 
+from router.doors.proxied_paths import salt_names
 from router.fleet.limits import KeyUsage
 from router.fleet.replica import IsEligible
 from router.prompt.endpoints import Endpoint
@@ -15,19 +16,46 @@ from router.routing.key_holders import ResponseOwner, TenantSalt
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """The holder of a question's key, and its rights."""
+class Key:
+    """A key that was presented and accepted, and the rights of its holder."""
 
     name: str = ""
-    """The name of the key; empty without one."""
-    salt: TenantSalt | None = field(default=None, repr=False)
-    usage: KeyUsage | None = field(default=None, repr=False)
-    owner: ResponseOwner | None = field(default=None, repr=False)
+    """Empty where no key is needed."""
+    secret: bytes = field(default=b"", repr=False)
+    cache_salt: bytes | None = field(default=None, repr=False)
     priority: str | None = None
+    """The highest class of its requests."""
     share: float = 1.0
+    usage: KeyUsage | None = field(default=None, repr=False, compare=False)
+    """Its holder's usage, if that is limited."""
+    owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
+    """The owner of the responses made with it, where there are several keys."""
+
+    @property
+    def check_model(self) -> Callable[[str], object] | None:
+        """Checks that it is for a model; None: it is for all."""
+        return None if self.usage is None else self.usage.check_model
+
+    @property
+    def tenant(self) -> str:
+        """Its holder, where there are several."""
+        return "" if self.owner is None else self.name
+
+    @property
+    def in_line(self) -> tuple[str, str | None, float]:
+        """What places its requests in a line: holder, class and share."""
+        return self.name, self.priority, self.share
 
 
-ANONYMOUS = Caller()
+ANONYMOUS = Key()
+"""In place of a key where none is needed."""
+
+
+def tenant_salt(key: Key, path: str) -> TenantSalt | None:
+    """Return the salt of a key, and its fields; None where none is to be added."""
+    if key.cache_salt is None or not salt_names(path):
+        return None
+    return TenantSalt(key.cache_salt, salt_names(path))
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,10 +73,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Ties the logs of gateway, router and engine together."""
     headers: Mapping[bytes, bytes] = MappingProxyType({})
     """Names in lower case."""
-    session: str | None = None
     dp_rank: int | None = None
     """The data-parallel rank, where the gateway has chosen it."""
     is_eligible: IsEligible | None = None
     """Returns whether the gateway can send it to a replica; None: to all."""
-    caller: Caller = ANONYMOUS
+    caller: Key = ANONYMOUS
     trace_id: str | None = None

@@ -7,9 +7,10 @@ import functools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.doors.asks import Caller, Question
+from router.doors.asks import Key, Question, tenant_salt
 from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
@@ -17,7 +18,7 @@ from router.fleet.entrance import Entrance
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
-from router.routing.terms import Terms
+from router.routing.terms import Terms, session_in
 from router.telemetry.request_observer import RequestObservers
 
 KEEP_SELECTION_S = 120.0
@@ -27,8 +28,9 @@ MAX_SELECTION_BYTES = 64 * 1024 * 1024
 _TOKEN_BYTES = 8
 
 
-class DeskParts(NamedTuple):
-    """Holds the parts of a desk."""
+@dataclass(eq=False, repr=False)
+class Desk:
+    """Answers gateways' questions. Belongs to one event loop."""
 
     dispatcher: Deciding
     observers: RequestObservers
@@ -37,15 +39,10 @@ class DeskParts(NamedTuple):
     """The queue for room; None: requests do not wait."""
     engine_order: EngineOrder
     reservations: Reservations
+    session_header: bytes
+    """The header that names a client's session, in lower case."""
 
-
-class Desk:
-    """Answers gateways' questions. Belongs to one event loop."""
-
-    def __init__(self, parts: DeskParts) -> None:
-        self.reservations = parts.reservations
-        self.admission = parts.admission
-        self._parts = parts
+    def __post_init__(self) -> None:
         self._selections = _Selections()
 
     async def look_up(self, ask: Question) -> Decision:
@@ -56,7 +53,7 @@ class Desk:
         """
         claim = self._claim(ask)
         try:
-            with self._parts.admission:
+            with self.admission:
                 return await self._decide(ask)
         finally:
             claim.give_back()
@@ -70,7 +67,7 @@ class Desk:
             RequestError: It is refused.
         """
         decision = await self.look_up(ask)
-        metrics = self._parts.observers.metrics
+        metrics = self.observers.metrics
         metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
         if selection_id is not None:
@@ -89,7 +86,7 @@ class Desk:
         self.reservations.check_room(reservation_id)
         claim = self._claim(ask)
         try:
-            with self._parts.admission:
+            with self.admission:
                 decision = await self._decide(ask)
                 if ask.caller.usage is not None:
                     ask.caller.usage.spend(decision.tokens)
@@ -99,7 +96,7 @@ class Desk:
             claim.give_back()
             raise
 
-    def reserve_selected(self, selection_id: str, caller: Caller) -> DecidedReservation:
+    def reserve_selected(self, selection_id: str, caller: Key) -> DecidedReservation:
         """Book what `select` has decided under that id, once.
 
         Raises:
@@ -124,23 +121,23 @@ class Desk:
 
     def refused(self, error: RequestError) -> None:
         """Count a refusal outside HTTP, or a request without a question."""
-        self._parts.observers.refused(error)
+        self.observers.refused(error)
 
     # --- steps ------------------------------------------------------------------------------------
 
     def _claim(self, ask: Question) -> Claim:
-        entrance = self._parts.entrance
-        return Claim(ask, self._parts.admission, None if entrance is None else entrance.room)
+        entrance = self.entrance
+        return Claim(ask, self.admission, None if entrance is None else entrance.room)
 
     async def _decide(self, ask: Question) -> Decision:
         terms = self._terms(ask)
         if ask.endpoint is None:
             return await self._decide_by_load(ask, terms)
-        found = self._parts.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
+        found = self.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
         return found if isinstance(found, Decision) else await found
 
     async def _decide_by_load(self, ask: Question, terms: Terms) -> Decision:
-        dispatcher, usage = self._parts.dispatcher, ask.caller.usage
+        dispatcher, usage = self.dispatcher, ask.caller.usage
         if ask.response_id:
             return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, terms)
         is_object = ask.body[:64].lstrip()[:1] == b"{"
@@ -153,22 +150,19 @@ class Desk:
         return await dispatcher.dispatch(None, ask.body, terms, needs_model=False)
 
     def _terms(self, ask: Question) -> Terms:
-        caller = ask.caller
+        entrance, caller = self.entrance, ask.caller
+        named = "" if entrance is None else entrance.tenant(ask.headers)
+        salt = tenant_salt(caller, ask.path if ask.endpoint is None else ask.endpoint.value)
         return Terms(
-            session=ask.session,
+            session=session_in(ask.headers, self.session_header),
             headers=ask.headers,
             dp_rank=ask.dp_rank,
-            salt=caller.salt,
-            check_model=None if caller.usage is None else caller.usage.check_model,
+            salt=salt,
+            check_model=caller.check_model,
             owner=caller.owner,
-            tenant=self._tenant(ask),
+            tenant=named or caller.tenant,
             is_eligible=ask.is_eligible,
         )
-
-    def _tenant(self, ask: Question) -> str:
-        entrance = self._parts.entrance
-        named = "" if entrance is None else entrance.tenant(ask.headers)
-        return named or ("" if ask.caller.owner is None else ask.caller.name)
 
     async def _in_turn(
         self,
@@ -178,11 +172,10 @@ class Desk:
         book: Callable[[Decision], DecidedReservation],
     ) -> DecidedReservation:
         """Book when a replica has room."""
-        entrance, dispatcher, caller = self._parts.entrance, self._parts.dispatcher, ask.caller
+        entrance, dispatcher = self.entrance, self.dispatcher
         if entrance is None or not (decision.ranking or decision.may_wait):
             return book(decision)
-        of_key = caller.name, caller.priority, caller.share
-        waiter = entrance.waiter(decision.model_name, ask.headers, *of_key)
+        waiter = entrance.waiter(decision.model_name, ask.headers, *ask.caller.in_line)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         turn: asyncio.Future[DecidedReservation] = asyncio.get_running_loop().create_future()
@@ -202,14 +195,12 @@ class Desk:
     def _book(
         self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
     ) -> DecidedReservation:
-        observers, waiter = self._parts.observers, claim.waiter
+        observers, waiter = self.observers, claim.waiter
         claim.place = self.reservations.take_place(reservation_id)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
         if waiter is not None:
             observer.waited_s = observers.clock() - waiter.arrived
-        number_of = self._parts.engine_order.numbers(
-            ask.headers, ask.caller.priority, observer.waited_s
-        )
+        number_of = self.engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
         attempt = next(decision.attempts(number_of=number_of))
         clock = self.reservations.clock
         reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock, clock())

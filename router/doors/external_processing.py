@@ -17,11 +17,10 @@ from google.protobuf.message import DecodeError
 
 from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
-from router.doors.asks import ANONYMOUS, Caller, Question
+from router.doors.asks import ANONYMOUS, Key, Question
 from router.doors.desk import Desk, new_id
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.dialects import holdings
-from router.doors.http.selection import caller_of
 from router.doors.messages import (
     EXT_PROC_SERVICE,
     HEALTH_SERVICE,
@@ -76,9 +75,8 @@ def make_picker(
     parts = PickerParts(
         desk=desk,
         paths=paths,
-        caller=_callers(guard) if needs_key else lambda _headers, _path: ANONYMOUS,
+        caller=_callers(guard) if needs_key else lambda _headers: ANONYMOUS,
         dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
-        session_header=config.policy.session_header.encode(),
         max_body_bytes=server.max_body_bytes,
         fallbacks=config.doors.ext_proc.fallbacks,
         reads_response=config.doors.ext_proc.read_response,
@@ -90,13 +88,13 @@ def make_picker(
     return ExtProcServer(config.doors.ext_proc, parts, limits, why_not_ready)
 
 
-def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes], str], Caller]:
+def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
     """Identify a gateway's clients by their keys. A wrong key is counted and logged; its refusal is
     not held back, since all come from the gateway's address."""
 
-    def caller(headers: Mapping[bytes, bytes], path: str) -> Caller:
+    def caller(headers: Mapping[bytes, bytes]) -> Key:
         try:
-            return caller_of(guard.check("client", {}, headers), path)
+            return guard.check("client", {}, headers)
         except RequestError as error:
             if guard.delay_s(error, _DOOR, "the gateway"):
                 guard.delay_over()
@@ -243,7 +241,7 @@ class ExtProcServer:
                 body=msgspec.json.encode(body),
                 path=INDEXER_SERVICE,
                 request_id=new_id(),
-                caller=self.parts.caller(metadata, Endpoint.COMPLETIONS.value),
+                caller=self.parts.caller(metadata),
             )
             decision = await self.parts.desk.look_up(question)
         except RequestError as error:

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from router.config.origin import Header
-from router.doors.asks import ANONYMOUS, Caller, Question
+from router.doors.asks import ANONYMOUS, Key, Question
 from router.doors.desk import Desk, new_id
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
@@ -35,7 +35,6 @@ from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import RANK_HEADER, Attempt
 from router.plane.proxied_messages import error_body
 from router.routing.admission import BodyBuffer
-from router.routing.terms import session_in
 
 ENDPOINT = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -56,11 +55,10 @@ class PickerParts(NamedTuple):
 
     desk: Desk
     paths: ProxiedPaths
-    caller: Callable[[Mapping[bytes, bytes], str], Caller]
-    """Identifies the caller by headers and path; raises `RequestError`."""
+    caller: Callable[[Mapping[bytes, bytes]], Key]
+    """Returns the key of a request by its headers; raises `RequestError`."""
     dropped: Sequence[bytes]
     """Headers that are not for replicas."""
-    session_header: bytes
     max_body_bytes: int
     fallbacks: int
     """How many more endpoints to name, in the order of retries."""
@@ -177,7 +175,7 @@ class Pick:
             raise BadRequest("request_body_mode", str(mode), rule)
         is_duplex = mode == _FULL_DUPLEX
         self._head = _Head(headers, path, _eligible(message), is_duplex)
-        self._caller = self._parts.caller(headers, path)
+        self._caller = self._parts.caller(headers)
         self.stage = Stage.BODY
         if message.request_headers.end_of_stream:
             return await self._pick()
@@ -230,7 +228,6 @@ class Pick:
             path=head.path,
             request_id=head.request_id,
             headers=head.headers,
-            session=session_in(head.headers, parts.session_header),
             is_eligible=head.is_eligible,
             caller=self._caller,
         )

@@ -37,7 +37,7 @@ from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH, Adopted
-from router.doors.desk import Desk, DeskParts
+from router.doors.desk import Desk
 from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
 from router.doors.http.api import (
@@ -157,15 +157,15 @@ def _guard(service: RouterService) -> Guard:
 
 
 def _desk(service: RouterService) -> Desk:
-    parts = DeskParts(
+    return Desk(
         service.dispatcher,
         service.observers,
         service.admission,
         service.entrance,
         EngineOrder(service.config.overload),
         service.reservations,
+        service.config.policy.session_header.encode(),
     )
-    return Desk(parts)
 
 
 def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:

@@ -22,7 +22,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +32,7 @@ from router.config.keys import ClientKeyConfig
 from router.config.origin import in_url
 from router.config.replica import key_bytes
 from router.config.server import ServerConfig
-from router.doors.proxied_paths import salt_names
+from router.doors.asks import ANONYMOUS, Key
 from router.errors import (
     ForeignHost,
     ForeignOrigin,
@@ -68,22 +68,6 @@ _FORGOTTEN_AFTER_S = 300.0
 _MAX_ADDRESSES = 1024
 _MAX_HELD = 256
 """Responses held back at a time; beyond them, wrong keys are refused at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key that was presented and accepted."""
-
-    name: str
-    secret: bytes = field(repr=False)
-    cache_salt: bytes | None = field(default=None, repr=False)
-    priority: str | None = None
-    """The highest class of its requests."""
-    share: float = 1.0
-    usage: KeyUsage | None = field(default=None, repr=False, compare=False)
-    """Its holder's usage, if that is limited."""
-    owner: ResponseOwner | None = field(default=None, repr=False, compare=False)
-    """The owner of the responses made with it, where there are several keys."""
 
 
 @dataclass(eq=False, repr=False)
@@ -183,8 +167,8 @@ class Guard:
         """Return whether the endpoints of *role* require a key."""
         return bool(self._keys[role])
 
-    def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
-        """Check that a request may go to an endpoint; return its key where one is needed.
+    def check(self, role: Role, scope: Scope, headers: Headers) -> Key:
+        """Check that a request may go to an endpoint; return its key, or `ANONYMOUS`.
 
         Raises:
             Unauthorized: The key is missing or wrong.
@@ -199,7 +183,7 @@ class Guard:
         self.check_host(headers)
         if role == "operator" and not _is_local(scope, headers):
             raise LoopbackOnly
-        return None
+        return ANONYMOUS
 
     def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
         """Return for how many seconds to hold a refusal back; where that is more than 0, call
@@ -320,29 +304,12 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
     return peer is not None and peer.is_loopback and not any(name in headers for name in _FORWARDED)
 
 
-# --- what comes with a key ------------------------------------------------------------------------
-
-
-def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
-    """Return the salt of a client's key, and its fields; None where none is to be added."""
-    if key is None or key.cache_salt is None or not salt_names(path):
-        return None
-    return TenantSalt(key.cache_salt, salt_names(path))
-
-
-def terms_of(
-    key: Key | None, headers: Headers, session_header: bytes, salt: TenantSalt | None
-) -> Terms:
-    """Return what a request's key and headers say of it."""
+def terms_of(key: Key, headers: Headers, session_header: bytes, salt: TenantSalt | None) -> Terms:
+    """Return what a request's key and headers say of it; its tenant is left out."""
     return Terms(
         session=session_in(headers, session_header),
         headers=headers,
         salt=salt,
-        check_model=None if key is None or key.usage is None else key.usage.check_model,
-        owner=None if key is None else key.owner,
+        check_model=key.check_model,
+        owner=key.owner,
     )
-
-
-def of_key(key: Key | None) -> tuple[Any, ...]:
-    """Return what places a key's requests in a line: holder, class and share."""
-    return () if key is None else (key.name, key.priority, key.share)

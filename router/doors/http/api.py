@@ -18,7 +18,8 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.http.access import Guard, Key, tenant_salt, terms_of
+from router.doors.asks import Key, tenant_salt
+from router.doors.http.access import Guard, terms_of
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.history_views import HistoryView, history_view
@@ -233,9 +234,8 @@ def add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         # Without a query, `RouteQuestions` answers.
         explains = _flag(request, "explain")
         headers = dict(request.headers.raw)
-        key: Key | None = request.state.key
-        usage = None if key is None else key.usage
-        counted = nullcontext() if usage is None else usage.counted()
+        key: Key = request.state.key
+        counted = nullcontext() if key.usage is None else key.usage.counted()
         with counted, parts.router.admission.buffer() as buffer:
             content = await read_request(request, parts.router.config.server, buffer.add)
             terms = terms_of(key, headers, session_header, tenant_salt(key, "/route"))

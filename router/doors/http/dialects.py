@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from kvevents.events import BlockHash
 from router.config.replica import read_replica
 from router.config.server import ServerConfig
-from router.doors.http.access import Key, tenant_salt
+from router.doors.asks import Key, tenant_salt
 from router.doors.http.bodies import decode_body, json_response, read_request
 from router.doors.http.decision_views import tokens_with_memory
 from router.doors.http.networks import Networks
@@ -196,7 +196,7 @@ class DialectEndpoints:
         self, request: Request, asked: MooncakeQuery | DynamoQuery
     ) -> dict[str, list[Holding]]:
         """Return how much of a prompt each replica has."""
-        key: Key | None = request.state.key
+        key: Key = request.state.key
         model, adapter = self._resolve(key, asked.model)
         salt, of_key = asked.cache_salt, tenant_salt(key, "/route")
         if of_key is not None:
@@ -215,7 +215,7 @@ class DialectEndpoints:
     ) -> dict[str, list[Holding]]:
         """Return how much all replicas, or one, have of a prompt that is known by its hashes
         alone."""
-        key: Key | None = request.state.key
+        key: Key = request.state.key
         model, _ = self._resolve(key, asked.model)
         if tenant_salt(key, "/route") is not None:
             rule = "a key that keeps its prompts to itself asks /query with token_ids"
@@ -234,9 +234,9 @@ class DialectEndpoints:
                 await asyncio.sleep(0)
         return dict(found)
 
-    def _resolve(self, key: Key | None, model_name: str) -> tuple[Model, str | None]:
+    def _resolve(self, key: Key, model_name: str) -> tuple[Model, str | None]:
         """The model of a name, and its adapter, if the key may ask about it."""
-        if key is not None and key.usage is not None:
+        if key.usage is not None:
             key.usage.check_model(model_name)
         return self.models.resolve(model_name)
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
-from router.doors.http.access import KEY_HEADERS, Guard, Key, of_key, tenant_salt, terms_of
+from router.doors.asks import ANONYMOUS, Key, tenant_salt
+from router.doors.http.access import KEY_HEADERS, Guard, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     announced_bytes,
@@ -155,22 +156,18 @@ class Gateway:
     def terms(
         self,
         headers: dict[bytes, bytes],
-        key: Key | None,
+        key: Key,
         salt: TenantSalt | None,
         version: str | None = None,
     ) -> Terms:
+        entrance = self.router.entrance
+        named = "" if entrance is None else entrance.tenant(headers)
         return replace(
             terms_of(key, headers, self.session_header, salt),
             dp_rank=_rank(headers) if self.server.trust_client_rank else None,
-            tenant=self.tenant(key, headers),
+            tenant=named or key.tenant,
             version=version,
         )
-
-    def tenant(self, key: Key | None, headers: dict[bytes, bytes]) -> str:
-        """The tenant of a request: the holder of its key, where there are several, or the value of
-        its header, where that separates tenants."""
-        named = "" if self.router.entrance is None else self.router.entrance.tenant(headers)
-        return named or ("" if key is None or key.owner is None else key.name)
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
         """Decide in a task, which is kept until its end."""
@@ -192,8 +189,8 @@ class Begun:
     """The client's trace context."""
     placed: PlacedTrace | None = None
     """Its trace, where the router has its own spans."""
-    key: Key | None = None
-    """The client's key, where one is needed."""
+    key: Key = ANONYMOUS
+    """The client's."""
     version: tuple[str, str] | None = None
     """The client's name of the model, and the version that was chosen."""
 
@@ -248,7 +245,7 @@ class Passage:
     _is_admitted: bool = False
     _held_bytes: int = 0
     _body: list[bytes] = field(default_factory=list)
-    _key: Key | None = None
+    _key: Key = ANONYMOUS
     _salt: TenantSalt | None = None
     _observer: RequestObserver | None = None
     _waiter: Waiter | None = None
@@ -327,12 +324,11 @@ class Passage:
 
     def _admit(self) -> None:
         key = self._key = self._enter()
-        if key is not None:
-            self._salt = tenant_salt(key, self._exchange.path)
-            if key.usage is not None and self._usage is None:
-                key.usage.enter()
-                self._usage = key.usage
-            self._check_content_type()
+        self._salt = tenant_salt(key, self._exchange.path)
+        if key.usage is not None and self._usage is None:
+            key.usage.enter()
+            self._usage = key.usage
+        self._check_content_type()
         if PRIORITY_HEADER in self._headers:
             self._check_priority()
         max_bytes = self._gateway.server.max_body_bytes
@@ -362,7 +358,7 @@ class Passage:
         """Return whether the core has sent it to a replica, which did not serve it."""
         return self._exchange.failed_first is not None
 
-    def _enter(self) -> Key | None:
+    def _enter(self) -> Key:
         """Check that there is room, and the client's key; return the key."""
         gateway = self._gateway
         if self._was_under_way:
@@ -448,8 +444,9 @@ class Passage:
         if self._usage is not None:
             response_headers = request.response_headers + self._usage.headers()
             request = replace(request, response_headers=response_headers)
-        of_key = None if self._key is None else self._key.priority
-        number_of = gateway.engine_order.numbers(self._headers, of_key, observer.waited_s)
+        number_of = gateway.engine_order.numbers(
+            self._headers, self._key.priority, observer.waited_s
+        )
         attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
         relay = gateway.router.proxy.start(
             attempts if trace is None else trace.plan(attempts),
@@ -481,8 +478,8 @@ class Passage:
         may_wait = decision.ranking or decision.may_wait
         if self._waiter is not None or not may_wait or self._exchange.is_gone:
             return True
-        dispatcher, holder = self._gateway.router.dispatcher, of_key(self._key)
-        waiter = entrance.waiter(decision.model_name, self._headers, *holder)
+        dispatcher = self._gateway.router.dispatcher
+        waiter = entrance.waiter(decision.model_name, self._headers, *self._key.in_line)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         waiter.start = lambda: self._take(lambda: self._send(dispatcher.redecide(decision)))

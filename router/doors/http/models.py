@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from router.doors.http.access import Key
+from router.doors.asks import Key
 from router.doors.http.bodies import json_response
 from router.doors.http.openapi import Access, described, sends
 from router.doors.http.views import ModelEntry, ModelList
@@ -57,8 +57,8 @@ def add_models(app: FastAPI, known: ModelSet, registry: ReplicaRegistry, client:
 
 def _may_use(request: Request, model: str) -> bool:
     """Return whether the client's key is for a model or adapter."""
-    key: Key | None = request.state.key
-    return key is None or key.usage is None or key.usage.allows(model)
+    key: Key = request.state.key
+    return key.usage is None or key.usage.allows(model)
 
 
 def _healthy(registry: ReplicaRegistry) -> list[Replica]:

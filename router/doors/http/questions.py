@@ -14,7 +14,8 @@ from typing import Any
 from typing_extensions import override
 
 from router.config.origin import Header
-from router.doors.http.access import Key, terms_of
+from router.doors.asks import Key
+from router.doors.http.access import terms_of
 from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.gateway import Gateway, Passage
 from router.doors.proxied_paths import ProxiedPath, RoutedBy
@@ -49,7 +50,7 @@ class RouteQuestion(Passage):
     __slots__ = ()
 
     @override
-    def _enter(self) -> Key | None:
+    def _enter(self) -> Key:
         # It is over at once, and asks nothing of a replica: it takes no place among the requests.
         guard = self._gateway.guard
         return guard.check(guard.asks_for_hits, self._exchange.scope, self._headers)

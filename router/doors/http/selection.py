@@ -15,9 +15,8 @@ from starlette.types import Receive
 
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH
-from router.doors.asks import ANONYMOUS, Caller, Question
+from router.doors.asks import Key, Question
 from router.doors.desk import Desk, new_id
-from router.doors.http.access import Key, tenant_salt
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
@@ -46,7 +45,6 @@ from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import Failure
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
-from router.routing.terms import session_in
 
 MAX_REPORT_BYTES = 65_536
 SELECT_PATH = "/select"
@@ -256,7 +254,6 @@ class _SelectionEndpoints:
     def __init__(self, desk: Desk, config: RouterConfig) -> None:
         self.desk = desk
         self._config = config
-        self._session_header = config.policy.session_header.encode()
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
@@ -272,10 +269,9 @@ class _SelectionEndpoints:
             path=request.url.path,
             request_id=given.decode("latin-1") if is_id else new_id(),
             headers=headers,
-            session=session_in(headers, self._session_header),
             dp_rank=fields.dp_rank,
             is_eligible=_eligible(fields),
-            caller=_caller(request),
+            caller=request.state.key,
         )
         return fields, ask
 
@@ -294,18 +290,7 @@ class _SelectionEndpoints:
 
     def get(self, request: Request, reservation_id: str) -> Reservation:
         """The caller's reservation of that id."""
-        return self.desk.reservations.get(reservation_id, _caller(request).name)
-
-
-def _caller(request: Request) -> Caller:
-    return caller_of(request.state.key, "/route")
-
-
-def caller_of(key: Key | None, path: str) -> Caller:
-    if key is None:
-        return ANONYMOUS
-    salt = tenant_salt(key, path)
-    return Caller(key.name, salt, key.usage, key.owner, key.priority, key.share)
+        return self.desk.reservations.get(reservation_id, request.state.key.name)
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
@@ -354,7 +339,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
+def _reserved(reservation: DecidedReservation, caller: Key) -> SelectionView:
     decision, attempt = reservation.decision, reservation.attempt
     fields = _body_fields(decision, attempt.body, caller)
     view = selection_view(decision, attempt, reservation.id, fields)
@@ -363,7 +348,7 @@ def _reserved(reservation: DecidedReservation, caller: Caller) -> SelectionView:
     return view if expected is None else msgspec.structs.replace(view, expected_tokens=expected)
 
 
-def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict[str, Any]:
+def _body_fields(decision: Decision, sent: bytes | None, caller: Key) -> dict[str, Any]:
     """Return the fields to set in the body, where the router's key salts it or the replica gets
     hints in it."""
     fields: dict[str, Any] = {}
@@ -371,7 +356,7 @@ def _body_fields(decision: Decision, sent: bytes | None, caller: Caller) -> dict
         before = msgspec.json.decode(decision.body, type=dict[str, msgspec.Raw])
         after = msgspec.json.decode(sent, type=dict[str, msgspec.Raw])
         fields = {name: value for name, value in after.items() if before.get(name) != value}
-    if caller.salt is not None and decision.spec is not None:
+    if caller.cache_salt is not None and decision.spec is not None:
         fields["cache_salt"] = decision.spec.cache_salt
     return fields
 

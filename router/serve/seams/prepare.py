@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from router.config.origin import Header
-from router.doors.http.access import Key, tenant_salt
+from router.doors.asks import ANONYMOUS, Key, tenant_salt
+from router.doors.http.access import terms_of
 from router.doors.http.gateway import Begun
 from router.doors.proxied_paths import PREPARED
 from router.errors import RequestError
@@ -34,7 +37,6 @@ from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.model import Model
 from router.routing.planner import prepare
 from router.routing.steering import ContinuationSign
-from router.routing.terms import Terms, session_in
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
@@ -77,7 +79,7 @@ class Preparation:
     dispatcher: Dispatcher
     names: Names | None
     """The names that the core knows; None: no name, so that it never asks."""
-    check_key: Callable[[Mapping[bytes, bytes]], Key | None] | None
+    check_key: Callable[[Mapping[bytes, bytes]], Key] | None
     """Returns the key of a request by its headers, or raises `RequestError`; None: no key is
     needed."""
     session_header: bytes
@@ -172,11 +174,11 @@ class Preparation:
         trace = self.tracer.begin(context, "POST", path, path)
         return Begun(context=context, placed=PlacedTrace(trace))
 
-    def _enter(self, number: int, headers: list[Header]) -> Key | None:
+    def _enter(self, number: int, headers: list[Header]) -> Key:
         """Check the client's key and its limits; return it."""
-        key = None if self.check_key is None else self.check_key(dict(headers))
-        if key is None:
-            return None
+        if self.check_key is None:
+            return ANONYMOUS
+        key = self.check_key(dict(headers))
         types = sum(name == b"content-type" for name, _ in headers)
         if types > 1 and (key.usage is not None or key.cache_salt is not None):
             raise _UnusualRequest  # an engine must read the body as the router does
@@ -188,23 +190,14 @@ class Preparation:
         self._begun.setdefault(number, Begun()).key = key
         return key
 
-    def _read(
-        self, endpoint: Endpoint, key: Key | None, headers: list[Header], body: bytes
-    ) -> Asked:
+    def _read(self, endpoint: Endpoint, key: Key, headers: list[Header], body: bytes) -> Asked:
         if len(body) > INLINE_BODY_BYTES:
             raise _UnusualRequest
-        given = dict(headers)
-        asked = self.dispatcher.read(
-            endpoint,
-            body,
-            Terms(
-                session=session_in(given, self.session_header),
-                headers=given,
-                salt=tenant_salt(key, endpoint.value),
-                check_model=None if key is None or key.usage is None else _check_model(key.usage),
-                tenant="" if key is None or key.owner is None else key.name,
-            ),
-        )
+        salt = tenant_salt(key, endpoint.value)
+        terms = terms_of(key, dict(headers), self.session_header, salt)
+        check_model = None if key.usage is None else _check_model(key.usage)
+        terms = replace(terms, tenant=key.tenant, check_model=check_model)
+        asked = self.dispatcher.read(endpoint, body, terms)
         if not _is_usual(asked):
             raise _UnusualRequest
         if asked.lora_name is not None and self.names is not None:
@@ -277,7 +270,7 @@ class Preparation:
 
     def _class_of(self, begun: Begun | None) -> int | None:
         """The priority of its key, where that has one of its own."""
-        if begun is None or begun.key is None or begun.key.priority is None:
+        if begun is None or begun.key.priority is None:
             return None
         return self.engine_order.class_of(begun.key.priority)
 

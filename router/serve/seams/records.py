@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
-from router.doors.http.access import of_key
+from router.doors.asks import ANONYMOUS
 from router.doors.http.access_log import AccessLine
 from router.doors.http.gateway import Begun
 from router.doors.proxied_paths import PREPARED
@@ -107,8 +107,7 @@ class Settling:
 
     def handed_over(self, number: int, failed: FailedFirst) -> None:
         begun, attempt = self.preparation.begun(number), self._attempt(failed.replica)
-        key = None if begun is None else begun.key
-        tenant = "" if key is None or key.owner is None else key.name
+        tenant = "" if begun is None else begun.key.tenant
         found = self.observers.handed_over(
             number, failed, tenant if failed.status == HTTPStatus.TOO_MANY_REQUESTS else ""
         )
@@ -126,8 +125,8 @@ class Settling:
         if self.entrance is None or number in self._passed:
             return
         begun = self.preparation.begun(number)
-        holder = of_key(None if begun is None else begun.key)
-        passed = self.entrance.passed(settled.model, settled.uncached_tokens, *holder)
+        key = ANONYMOUS if begun is None else begun.key
+        passed = self.entrance.passed(settled.model, settled.uncached_tokens, *key.in_line)
         self._passed[number] = passed
 
     def _leave_line(self, number: int, settled: Settled) -> None:
