@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +14,8 @@ from router.fleet.limits import KeyUsage
 from router.fleet.replica import IsEligible
 from router.prompt.endpoints import Endpoint
 from router.routing.key_holders import ResponseOwner, TenantSalt
+
+_MAX_REQUEST_ID_LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,17 @@ def tenant_salt(key: Key, path: str) -> TenantSalt | None:
     if key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def new_id() -> str:
+    """Return an id that cannot be guessed."""
+    return f"{random.SystemRandom().getrandbits(128):032x}"
+
+
+def request_id_in(headers: Mapping[bytes, bytes]) -> str:
+    """The client's id of a request, or a new one where it gives none, or one that is too long."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode("latin-1") if 0 < len(given) <= _MAX_REQUEST_ID_LENGTH else new_id()
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.doors.asks import Key, Question, tenant_salt
+from router.doors.asks import Key, Question, new_id, tenant_salt
 from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
@@ -207,11 +206,6 @@ class Desk:
         observer.on_attempt(attempt)
         self.reservations.add(reservation)
         return reservation
-
-
-def new_id() -> str:
-    """Return an id that cannot be guessed."""
-    return f"{random.SystemRandom().getrandbits(128):032x}"
 
 
 def _settle(

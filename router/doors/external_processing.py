@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 
 from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
-from router.doors.asks import ANONYMOUS, Key, Question
-from router.doors.desk import Desk, new_id
+from router.doors.asks import ANONYMOUS, Key, Question, new_id
+from router.doors.desk import Desk
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.dialects import holdings
 from router.doors.messages import (

@@ -24,8 +24,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from router.config.origin import Header
-from router.doors.asks import ANONYMOUS, Key, Question
-from router.doors.desk import Desk, new_id
+from router.doors.asks import ANONYMOUS, Key, Question, request_id_in
+from router.doors.desk import Desk
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
 from router.doors.proxied_paths import ProxiedPaths, dialect_of
@@ -47,7 +47,6 @@ MAX_CHUNK_BYTES = 62_000
 """Some gateways take no more than 64 KiB in a message."""
 _OVERWRITE = 2
 _NONE, _STREAMED, _BUFFERED, _BUFFERED_PARTIAL, _FULL_DUPLEX = range(5)
-_REQUEST_ID_BYTES = 128
 
 
 class PickerParts(NamedTuple):
@@ -85,11 +84,6 @@ class _Head:
     path: str
     is_eligible: IsEligible | None
     is_duplex: bool
-
-    @property
-    def request_id(self) -> str:
-        given = self.headers.get(b"x-request-id", b"")[:_REQUEST_ID_BYTES]
-        return given.decode("latin-1") or new_id()
 
 
 class Pick:
@@ -226,7 +220,7 @@ class Pick:
             response_id="" if known is None else known.response_id,
             body=body,
             path=head.path,
-            request_id=head.request_id,
+            request_id=request_id_in(head.headers),
             headers=head.headers,
             is_eligible=head.is_eligible,
             caller=self._caller,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from router.plane.proxy_types import Dialect
 from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS, Endpoint
 
-MAX_REQUEST_ID_LENGTH = 128
-
 
 class RoutedBy(Enum):
     """Names the way in which a request's replica is chosen."""

@@ -108,6 +108,18 @@ async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, gateway: 
         assert logged["actual"] == cached_tokens(answer)
 
 
+async def test_a_request_id_that_is_too_long_is_replaced(
+    router: RouterProcess, gateway: Envoy
+) -> None:
+    """As at every other door: two requests whose ids differ only behind the bound are not one."""
+    async with engines(1) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "prompt": [1, 2]}
+        assert (await post(gateway, body, {"x-request-id": "x" * 129})).status == 200
+        await until_unbooked(router)
+        logged = (await router.get("/requests?limit=1")).json["requests"][0]
+        assert len(logged["request_id"]) == 32
+
+
 async def test_a_request_without_a_body_goes_to_any(router: RouterProcess, gateway: Envoy) -> None:
     """A GET ends with its headers."""
     async with engines(1) as (stub,), router.serving(stub):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
-from router.doors.asks import ANONYMOUS, Key, tenant_salt
+from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
@@ -28,7 +27,6 @@ from router.doors.http.bodies import (
 )
 from router.doors.http.forwarding import Forwarding
 from router.doors.proxied_paths import (
-    MAX_REQUEST_ID_LENGTH,
     ProxiedPath,
     ProxiedPaths,
     RoutedBy,
@@ -264,7 +262,7 @@ class Passage:
     def __post_init__(self) -> None:
         gateway, exchange = self._gateway, self._exchange
         self._headers = dict(exchange.headers)
-        self._request_id = _request_id(self._headers)
+        self._request_id = request_id_in(self._headers).encode("latin-1")
         is_traced = TRACEPARENT in self._headers
         self._context = read_context(exchange.headers) if is_traced else None
         begun: Begun = exchange.begun or Begun()
@@ -570,8 +568,3 @@ def _rank(headers: dict[bytes, bytes]) -> int | None:
     engine."""
     given = headers.get(RANK_HEADER, b"")
     return int(given) if given.isdigit() and len(given) <= MAX_RANK_DIGITS else None
-
-
-def _request_id(headers: dict[bytes, bytes]) -> bytes:
-    given = headers.get(b"x-request-id", b"")
-    return given if 0 < len(given) <= MAX_REQUEST_ID_LENGTH else b"%032x" % random.getrandbits(128)

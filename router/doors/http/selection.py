@@ -15,8 +15,8 @@ from starlette.types import Receive
 
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH
-from router.doors.asks import Key, Question
-from router.doors.desk import Desk, new_id
+from router.doors.asks import Key, Question, request_id_in
+from router.doors.desk import Desk
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
@@ -30,7 +30,6 @@ from router.doors.http.request_bodies import (
 from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
-from router.doors.proxied_paths import MAX_REQUEST_ID_LENGTH
 from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,
@@ -261,13 +260,11 @@ class _SelectionEndpoints:
         with self.desk.admission.buffer() as buffer:
             body = await read_request(request, self._config.server, buffer.add)
         fields: Any = decode_body(body, _OWN_FIELDS[kind])
-        given = headers.get(b"x-request-id", b"")
-        is_id = 0 < len(given) <= MAX_REQUEST_ID_LENGTH
         ask = Question(
             endpoint=Endpoint.ROUTE,
             body=body,
             path=request.url.path,
-            request_id=given.decode("latin-1") if is_id else new_id(),
+            request_id=request_id_in(headers),
             headers=headers,
             dp_rank=fields.dp_rank,
             is_eligible=_eligible(fields),
