@@ -15,6 +15,7 @@
         ├── ModelNotAllowed     403  the key is not for this model
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
+        ├── UnknownResponse     404  no stored response of that id was made with this key
         ├── UnknownReservation  404  there is no such reservation, or no longer
         ├── UnknownPath         404  no such endpoint
         ├── MethodNotAllowed    405  the endpoint takes other methods
@@ -25,14 +26,15 @@
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
         ├── KeyLimitReached     429  the key has reached a limit
+        ├── EnginesBusy         429  the replicas have too many requests, as they say
         ├── QueueFull           429  as many requests wait for the model as may
         ├── Overloaded          503  over a bound of the router itself, or the system's
         ├── NoReplica           503  no replica can serve it now
         ├── QueueTimeout        503  no replica has room for it before its deadline
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
 
-`tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule;
-no prompt, token or key is ever in one.
+`router.prompt.errors` and `router.fleet.client_errors` have trees of their own. Messages name
+place, value and rule; no prompt, token or key is ever in one.
 """
 
 from __future__ import annotations
@@ -351,7 +353,7 @@ class _NotNow(RequestError):
     status = 503
     type = "server_error"
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str | None = None, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -361,8 +363,8 @@ class Overloaded(_NotNow):
 
     code = "overloaded"
 
-    def __init__(self, why: str, retry_after_s: int = 1) -> None:
-        super().__init__(f"the router {why}; try again", retry_after_s)
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the router {why}; try again")
 
 
 class NoReplica(_NotNow):
@@ -440,9 +442,7 @@ class ShuttingDown(_NotNow):
     """The router finishes what it has and takes nothing new."""
 
     code = "shutting_down"
-
-    def __init__(self, retry_after_s: int = 1) -> None:
-        super().__init__("the router is shutting down; try again", retry_after_s)
+    text = "the router is shutting down; try again"
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         # On a new connection the client may reach a router that stays.
