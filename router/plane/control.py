@@ -3,12 +3,7 @@ the application behind it, which listens on a socket of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
-
-_Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_Application: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 CLIENT_HEADER = b"x-kvroute-client"
 """The client's address in a request from the plane; a client's own header of this name is
@@ -18,12 +13,10 @@ dropped."""
 class BehindPlane:
     """The application, with the real client's address in its scope."""
 
-    def __init__(self, application: _Application) -> None:
+    def __init__(self, application: ASGIApp) -> None:
         self._application = application
 
-    async def __call__(
-        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = scope["headers"]
             client = next((value for name, value in headers if name == CLIENT_HEADER), b"")

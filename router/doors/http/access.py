@@ -21,12 +21,13 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import SecretStr
+from starlette.types import Scope
 
 from router.config.keys import ClientKeyConfig
 from router.config.origin import in_url
@@ -49,7 +50,6 @@ from router.routing.terms import Terms, session_in
 logger = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["client", "operator", "peer"]
-Scope: TypeAlias = MutableMapping[str, Any]
 Headers: TypeAlias = Mapping[bytes, bytes]
 """A request's, names in lower case."""
 

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.telemetry.request_log import RoutedRequest
-
-_Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_Application: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
 _LINE = "kvroute.access_line"
 
 
-async def logged(
-    application: _Application, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
-) -> None:
+async def logged(application: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run an application for one request, then write its line."""
     line = scope[_LINE] = AccessLine(scope)
     status: int | None = None
     body_bytes = 0
 
-    async def counted(message: MutableMapping[str, Any]) -> None:
+    async def counted(message: Message) -> None:
         nonlocal status, body_bytes
         status = message.get("status", status)
         body_bytes += len(message.get("body", b""))
@@ -38,7 +33,7 @@ async def logged(
         line.write(status, body_bytes)
 
 
-def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
+def note_refused(scope: Scope, code: str) -> None:
     """Log with the request's line which of the router's own errors ended it."""
     line = scope.get(_LINE)
     if line is not None:
@@ -53,7 +48,7 @@ class AccessLine:
     error: str | None = None
     trace_id: str | None = None
 
-    def __init__(self, scope: MutableMapping[str, Any]) -> None:
+    def __init__(self, scope: Scope) -> None:
         self._started = time.perf_counter()
         host, port = scope.get("client") or ("", 0)
         self._fields: dict[str, Any] = {
