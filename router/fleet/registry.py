@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLICAS = 4096
 
 
-class ReplicaListener(Protocol):
+class ReplicaListener:
     """Receives changes, on the event loop and in their order. It must not block and must not raise.
 
     A listener that inherits from this class overrides only the calls it needs.

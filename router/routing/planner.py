@@ -242,7 +242,8 @@ class Ranker:
             raise PolicyError(f"policy {policy.name}: some cost is not finite, and each must be")
         request = replace(request, prefill_tokens_per_s=found.prefill_tokens_per_s())
         why = policy.why(request, found.mean_congestion())
-        return Ranking(_Order(found, why), _FoundInCore(found))
+        in_core = _InCore(found, why)
+        return Ranking(in_core, in_core)
 
     def _asks_for_ranks(
         self, request: RouteRequest
@@ -265,23 +266,14 @@ class Ranker:
         )
 
 
-class _Order:
-    """The order that the core found."""
+class _InCore:
+    """The candidates in the core, and the order that it found: `Standings` and `Order` in one."""
 
-    __slots__ = ("cost", "first", "numbers", "why")
+    __slots__ = ("_found", "cost", "first", "numbers", "why")
 
     def __init__(self, found: DecidedRanking, why: Why) -> None:
+        self._found, self.why = found, why
         self.cost, self.first, self.numbers = found.cost, found.first, found.numbers
-        self.why = why
-
-
-class _FoundInCore:
-    """The candidates that the core ordered."""
-
-    __slots__ = ("_found",)
-
-    def __init__(self, found: DecidedRanking) -> None:
-        self._found = found
 
     def __len__(self) -> int:
         return len(self._found)

@@ -77,7 +77,7 @@ from router.serve.process import (
     set_up_logging,
 )
 from router.serve.reload import Reloader
-from router.serve.seams.fleet import native_decisions, opened_with, prepared_with
+from router.serve.seams.fleet import NativeDecisions, opened_with, prepared_with
 from router.serve.seams.prepare import Preparation
 from router.serve.seams.records import Settling
 from router.serve.service import RouterService
@@ -296,13 +296,12 @@ def _control_server(
 ) -> ControlServer:
     """The application behind the data plane, which takes clients once that listens at *path*."""
     config, guard = service.config, app.gateway.guard
-    natives = native_decisions(
-        service,
-        service.dispatcher,
-        service.ranker,
-        service.reservations.core,
-        guard.clients_see_hits,
-    )
+    ranker, reserved = service.ranker, service.reservations.core
+    natives = None
+    if not ranker.asks_a_plug_in:  # what a plug-in would say, the core does not know
+        natives = NativeDecisions(
+            service, service.dispatcher, ranker, reserved, guard.clients_see_hits
+        )
     check_key = functools.partial(guard.check, "client", {})
     preparation = Preparation(
         service.dispatcher,

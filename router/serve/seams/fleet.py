@@ -233,10 +233,6 @@ class NativeDecisions(ReplicaListener):
         self._has_changed.set()
 
     @override
-    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
-        """Treat it as a change of its state."""
-
-    @override
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         self._has_changed.set()
 
@@ -396,19 +392,6 @@ def _name_at(replica: Replica, name: str, model: Model) -> str:
     if replica.serves(name):
         return ""
     return next((each for each in model.names if each in replica.served.models), "")
-
-
-def native_decisions(
-    parts: RouterParts,
-    dispatcher: Dispatcher,
-    ranker: Ranker,
-    reserved: CoreReservations,
-    shows_hits: bool,
-) -> NativeDecisions | None:
-    """Return the core's decisions; None where the configuration asks for more than it knows."""
-    if ranker.asks_a_plug_in:
-        return None
-    return NativeDecisions(parts, dispatcher, ranker, reserved, shows_hits)
 
 
 def prepared_with(config: RouterConfig) -> frozenset[bytes]:
