@@ -194,7 +194,7 @@ class Begun:
 
     @property
     def trace(self) -> RequestTrace | None:
-        """The same."""
+        """The trace of `placed`."""
         return None if self.placed is None else self.placed.trace
 
     @property

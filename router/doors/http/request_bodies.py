@@ -1,5 +1,5 @@
 """Bodies of requests to the proxied paths and to `/route`, and an engine's response: as far as the
-router reads them. Only for the OpenAPI document; `tokenize.body` does the reading.
+router reads them. Only for the OpenAPI document; `router.prompt.body` does the reading.
 
 Every body may have more fields, which go to the engine unchanged.
 """
