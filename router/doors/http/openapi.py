@@ -251,63 +251,60 @@ _PROXY_HEADERS = {
 
 def _proxied(path: str, client: Access) -> dict[str, Any]:
     body, what = PROXIED[path]
-    success: dict[str, Any] = {
-        "description": "The replica's response, byte for byte.",
-        "headers": {
-            name: {"description": text, "schema": {"type": "string"}}
-            for name, text in _PROXY_HEADERS.items()
-        },
-        "content": {JSON: {"schema": _reference(EngineResponse)}},
+    operation = _operation(
+        path,
+        client,
+        (*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), *client.refusals()),
+        summary=f"{what}, streamed through to a replica",
+        description="The body goes to the replica unchanged, fields unknown here included; "
+        "the engine's own documentation has all of them. The schema lists what the router reads.",
+        operationId=path.strip("/").replace("/", "_"),
+        requestBody=takes(body, description=f"As in {what}."),
+    )
+    success = operation["responses"]["200"]
+    success["headers"] = {
+        name: {"description": text, "schema": {"type": "string"}}
+        for name, text in _PROXY_HEADERS.items()
     }
     if "stream" in body.__struct_fields__:
         success["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
-    errors = _error_responses(
-        (
-            *(*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), *client.refusals()),
-            *(Overloaded("has its limit of 4096 requests under way"), ShuttingDown()),
-        ),
-        dialect_of(path),
-    )
-    return {
-        "tags": ["proxy"],
-        "summary": f"{what}, streamed through to a replica",
-        "description": "The body goes to the replica unchanged, fields unknown here included; "
-        "the engine's own documentation has all of them. The schema lists what the router reads.",
-        "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": takes(body, description=f"As in {what}."),
-        "responses": {
-            "200": success,
-            **{str(status): response for status, response in errors.items()},
-        },
-        "security": client.security,
-    }
+    return operation
 
 
 def _passed_on(method: str, path: str, summary: str, client: Access) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     refused = (BodyTooLarge(64 * 1024 * 1024), *NOT_ROUTED) if method == "post" else NOT_ROUTED[1:]
-    errors = _error_responses(
-        (
-            *refused,
-            Unauthorized(),
-            Overloaded("has its limit of 4096 requests under way"),
-            ShuttingDown(),
-        ),
-        dialect_of(path),
-    )
-    media = {JSON: {"schema": _reference(EngineResponse)}}
-    return {
-        "tags": ["proxy"],
-        "summary": summary,
-        "description": "Passed on by load, or to the replica that has the response.",
-        "operationId": f"{method}_{re.sub('[^a-z0-9]+', '_', path).strip('_')}",
-        "parameters": [
+    return _operation(
+        path,
+        client,
+        (*refused, Unauthorized()),
+        summary=summary,
+        description="Passed on by load, or to the replica that has the response.",
+        operationId=f"{method}_{re.sub('[^a-z0-9]+', '_', path).strip('_')}",
+        parameters=[
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ],
+    )
+
+
+def _operation(
+    path: str, client: Access, errors: Iterable[RequestError], **described: Any
+) -> dict[str, Any]:
+    """An operation that goes to a replica.
+
+    Args:
+        errors: One example of every error it may respond with, besides those of a busy router.
+    """
+    busy = Overloaded("has its limit of 4096 requests under way"), ShuttingDown()
+    responses = _error_responses((*errors, *busy), dialect_of(path))
+    media = {JSON: {"schema": _reference(EngineResponse)}}
+    return {
+        "tags": ["proxy"],
+        **described,
         "responses": {
             "200": {"description": "The replica's response, byte for byte.", "content": media},
-            **{str(status): response for status, response in errors.items()},
+            **{str(status): response for status, response in responses.items()},
         },
         "security": client.security,
     }
