@@ -10,21 +10,52 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.doors.asks import Key, Question, new_id, tenant_salt
-from router.doors.reservations import Claim, DecidedReservation, Outcome, Reservations
+from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
+from router.plane.attempts import Attempt, Failure
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
 from router.routing.terms import Terms, session_in
-from router.telemetry.request_observer import RequestObservers
+from router.telemetry.request_observer import RequestObserver, RequestObservers
 
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
 MAX_SELECTION_BYTES = 64 * 1024 * 1024
 """The bound on all that are kept, with their prompts."""
 _TOKEN_BYTES = 8
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class DecidedReservation(Reservation):
+    """A reservation that was decided in Python."""
+
+    observer: RequestObserver
+
+    @property
+    def decision(self) -> Decision:
+        """Where it may be sent, and why."""
+        return self.observer.decision
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """Prompt tokens that will be cached when the engine admits it, as it was booked; None where
+        that is not followed."""
+        return self.observer.request.expected_tokens
+
+    def chunk(self, piece: bytes) -> None:
+        """Take a piece of the response's body."""
+        self.observer.on_chunk(piece)
+
+    def served_by(self, attempt: Attempt) -> None:
+        """Note that the gateway has sent it to another replica of the decision, as after a
+        retry."""
+        if not self.is_over and attempt.replica_id != self.attempt.replica_id:
+            self.observer.on_failure(self.attempt, Failure.CONNECT)
+            self.attempt = attempt
+            self.observer.on_attempt(attempt)
 
 
 @dataclass(eq=False, repr=False)

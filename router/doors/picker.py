@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, Question, request_id_in
-from router.doors.desk import Desk
+from router.doors.desk import DecidedReservation, Desk
 from router.doors.messages import ProcessingResponse
 from router.doors.names import RANK_ADDRESS_HEADER, SIDECAR_HEADERS
 from router.doors.proxied_paths import ProxiedPaths, dialect_of
-from router.doors.reservations import DecidedReservation, Outcome
+from router.doors.reservations import Outcome
 from router.errors import BadRequest, BodyTooLarge, NoReplica, RequestError
 from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import RANK_HEADER, Attempt

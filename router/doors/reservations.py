@@ -21,8 +21,6 @@ from router.fleet.room import WaitingRoom
 from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
 from router.routing.admission import Admission
-from router.routing.decision import Decision
-from router.telemetry.request_log import RoutedRequest
 
 if TYPE_CHECKING:
     from router._core import Place
@@ -132,19 +130,6 @@ class ReservationObserver(Protocol):
         raise NotImplementedError
 
 
-class DecidedObserver(ReservationObserver, Protocol):
-    """Receives those of a reservation that was decided in Python."""
-
-    decision: Decision
-    request: RoutedRequest
-
-    def on_chunk(self, piece: bytes) -> None:
-        """A piece of the response's body has come."""
-
-    def on_attempt(self, attempt: Attempt) -> None:
-        """It is sent to another replica."""
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Reservation:
     """One booking, from its decision to its end."""
@@ -231,36 +216,6 @@ class Reservation:
             self.observer.on_failure(self.attempt, failure)
         end = _ENDS.get(outcome) or (End.REPLICA_DIED if self.has_begun else End.NO_REPLICA)
         self.observer.on_end(end, status, seconds)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class DecidedReservation(Reservation):
-    """A reservation that was decided in Python."""
-
-    observer: DecidedObserver
-
-    @property
-    def decision(self) -> Decision:
-        """Where it may be sent, and why."""
-        return self.observer.decision
-
-    @property
-    def expected_tokens(self) -> int | None:
-        """Prompt tokens that will be cached when the engine admits it, as it was booked; None where
-        that is not followed."""
-        return self.observer.request.expected_tokens
-
-    def chunk(self, piece: bytes) -> None:
-        """Take a piece of the response's body."""
-        self.observer.on_chunk(piece)
-
-    def served_by(self, attempt: Attempt) -> None:
-        """Note that the gateway has sent it to another replica of the decision, as after a
-        retry."""
-        if not self.is_over and attempt.replica_id != self.attempt.replica_id:
-            self.observer.on_failure(self.attempt, Failure.CONNECT)
-            self.attempt = attempt
-            self.observer.on_attempt(attempt)
 
 
 @dataclass(frozen=True, slots=True)

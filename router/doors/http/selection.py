@@ -16,7 +16,7 @@ from starlette.types import Receive
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import Key, Question, request_id_in
-from router.doors.desk import Desk
+from router.doors.desk import DecidedReservation, Desk
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
@@ -30,7 +30,7 @@ from router.doors.http.request_bodies import (
 from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView
 from router.doors.names import names_of, worker_number
-from router.doors.reservations import DecidedReservation, Outcome, Reservation, Reservations
+from router.doors.reservations import Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,
     BodyTooLarge,
