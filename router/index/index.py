@@ -475,9 +475,9 @@ class PrefixIndex:
     # --- keeping ----------------------------------------------------------------------------------
 
     def export(self, only: SourceId | None = None) -> Iterator[bytes]:
-        """The whole state as records; of one source where *only* names it.
+        """The whole state as records, which a snapshot frames; of one source where *only* names it.
 
-        Their form is the implementation's own, and none is empty. A source's record is made when it
+        Their form is the index's own, and none is empty. A source's record is made when it
         is asked for, so events may be applied in between.
         """
         wanted = [each for each in self._sources if only is None or each == only]

@@ -467,7 +467,7 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        """Return what the body asks for, and the body to send; see `router.prompt.read_request`."""
+        """Return what the body asks for, and the body to send; see `read_request`."""
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
         try:
