@@ -92,7 +92,7 @@ class RequestError(RouterError):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
-    text: ClassVar[str] = ""
+    text: ClassVar[str] = "the router failed to serve this request; the reason is in its log"
     """The message, where it is always the same."""
     retry_after_s: int | None = None
     """Seconds after which it makes sense to try again, for the `Retry-After` header."""

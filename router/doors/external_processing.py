@@ -215,8 +215,7 @@ class ExtProcServer:
             return [pick.refused(BadRequest("message", f"{len(message)} bytes", rule))]
         except Exception:
             logger.exception("a gateway's message could not be answered")
-            why = "the router failed to serve this request; the reason is in its log"
-            return [pick.refused(RequestError(why))]
+            return [pick.refused(RequestError())]
 
     # --- scores -----------------------------------------------------------------------------------
 

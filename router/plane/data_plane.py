@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from router.config.origin import Header
-from router.errors import is_out_of_memory
+from router.errors import BodyTooLarge, RequestError, is_out_of_memory
 from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
 from router.plane.proxied_messages import error_body
@@ -351,25 +351,18 @@ class DataPlane:
         unread.bytes += body_bytes
         if unread.bytes > self.options.max_body_bytes:
             del self._controls[number]
-            self._refuse_body(number)
+            self._refuse(number, BodyTooLarge(self.options.max_body_bytes))
         elif is_whole:
             del self._controls[number]
             self._pass_to_application(number, unread.client)
         else:
             self.plane.read_body(number)
 
-    def _refuse_body(self, number: int) -> None:
-        message = f"body: longer than the limit of {self.options.max_body_bytes} bytes"
-        self._respond(number, 413, message, "body_too_large")
-
-    def _respond(self, number: int, status: int, message: str, code: str) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        body = error_body(Dialect.OPENAI, message, kind, code)
+    def _refuse(self, number: int, error: RequestError) -> None:
+        body = error_body(Dialect.OPENAI, str(error), error.type, error.code)
         length = b"%d" % len(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
-        self.plane.respond(number, status, headers, body)
+        self.plane.respond(number, error.status, headers, body)
 
     def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:
         address = f"{client[0]} {client[1]}".encode("latin-1")

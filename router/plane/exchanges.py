@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
+
+from starlette.types import Scope
 
 from router.config.origin import Header
 
@@ -70,7 +72,7 @@ class PlaneExchange:
     """The client's host and port."""
     path: str = field(init=False)
     query: bytes = field(init=False)
-    scope: MutableMapping[str, Any] = field(init=False)
+    scope: Scope = field(init=False)
     """What ASGI's scope has of it, for keys and the access log."""
     more_body: bool = True
     is_gone: bool = False

@@ -49,9 +49,7 @@ def add_error_handlers(
         return await refuse(request, Overloaded("is out of memory"))
 
     async def fail(request: Request, _error: Exception) -> Response:
-        # The ASGI server logs it.
-        why = "the router failed to serve this request; the reason is in its log"
-        return await refuse(request, RequestError(why))
+        return await refuse(request, RequestError())  # the ASGI server logs it
 
     app.add_exception_handler(Exception, fail)
     for kind in (MemoryError, OSError, RuntimeError):

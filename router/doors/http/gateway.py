@@ -309,9 +309,7 @@ class Passage:
                 self._refuse(self._gateway.router.observers.out_of_memory())
                 return
             logger.exception("a request could not be served")
-            self._refuse(
-                RequestError("the router failed to serve this request; the reason is in its log")
-            )
+            self._refuse(RequestError())
 
     # --- steps ------------------------------------------------------------------------------------
 
