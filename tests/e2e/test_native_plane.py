@@ -1191,7 +1191,7 @@ async def test_bodies_are_bounded_as_elsewhere() -> None:
                 # Where the body comes slowly, Python takes over, and counts what has come of it.
                 while await buffered_bytes(router) < 90_000:
                     client = await clients.enter_async_context(connect(router.port))
-                    await client.write(head + b"{")
+                    await client.write(head + b"{" * 40_000)
             while await buffered_bytes(router):
                 await asyncio.sleep(0.01)
             await until_native(router, stub)

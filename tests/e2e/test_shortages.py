@@ -165,6 +165,23 @@ async def test_bodies_together_have_a_bound(
                 assert (await router.metrics()).sum("kvroute_buffered_bytes") == 0
 
 
+async def test_a_length_that_is_only_announced_takes_no_room() -> None:
+    """Some hundred heads of hundred bytes had everybody else refused, for as long as they were sent
+    again each second."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n"
+    config = {"health": QUICK_HEALTH, "server": {"max_buffered_bytes": 10_000_000}}
+    async with engines(1) as (stub,):
+        with router_process(config) as router:
+            async with router.serving(stub), contextlib.AsyncExitStack() as clients:
+                await router.until_core_decides(body_for(stub, 1))
+                for _ in range(4):
+                    client = await clients.enter_async_context(connect(router.port))
+                    await client.write(head)
+                for _ in range(10):
+                    found = await router.post("/v1/completions", body_for(stub, 1))
+                    assert found.status == 200, found.body
+
+
 async def test_replicas_that_leave_take_their_tasks_with_them() -> None:
     """A task that never ends shows in nothing else until memory runs out."""
     async with engines(3, has_events=True) as stubs:

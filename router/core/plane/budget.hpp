@@ -25,6 +25,15 @@ public:
         ~Share() {
             if (of_ != nullptr) of_->held_.fetch_sub(size_, std::memory_order_relaxed);
         }
+        bool is_empty() const { return of_ == nullptr || size_ == 0; }
+        // False, and nothing is changed: there is no room for so much more.
+        bool grow(std::uint64_t size) {
+            std::optional<Share> more = of_->take(size);
+            if (!more) return false;
+            more->of_ = nullptr;  // it counts as a part of this one
+            size_ += size;
+            return true;
+        }
 
     private:
         Budget* of_ = nullptr;

@@ -63,9 +63,10 @@ bool Client::may_decide() {
     return false;
 }
 
-// Takes room for the body, by the length in its head; false: there is none.
+// Takes room for what has come of the body; false: there is none. The length in the head takes none:
+// whoever announced much and sent nothing would keep all others out.
 bool Client::has_room() {
-    std::optional<Budget::Share> share = thread_.bodies().take(head_.length);
+    std::optional<Budget::Share> share = thread_.bodies().take(body_.size());
     if (!share) return false;
     share_ = std::move(*share);
     return true;

@@ -190,6 +190,7 @@ Fields Client::fields() const {
 // Moves what has come of the body to `body_`, and posts it once it is much or whole.
 void Client::take_body() {
     sv bytes = in_;
+    const std::size_t before = body_.size();
     while (!bytes.empty() && !is_body_whole_) {
         const http::BodyReader::Piece piece = body_reader_.next(bytes);
         if (piece.is_bad) {
@@ -204,6 +205,7 @@ void Client::take_body() {
     }
     in_.erase(0, in_.size() - bytes.size());
     if (is_opened_ && (is_body_whole_ || body_.size() - posted_ >= kPiece)) post_body();
+    if (is_awaited_ && !share_.grow(body_.size() - before)) post_opened();  // Python refuses it
     if (is_awaited_ && is_body_whole_ && !decide()) post_opened();
 }
 void Client::drain_body() {
