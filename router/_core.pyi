@@ -591,6 +591,8 @@ class Plane:
     def clients(self) -> list[int]:
         """Return the open connections of clients by thread."""
 
+    def unread(self) -> int:
+        """Return how many clients have not taken all of a response that is whole."""
     def held_bytes(self) -> int:
         """Return the bytes of bodies of requests that no event has reported."""
     def hold_elsewhere(self, size: int) -> None:

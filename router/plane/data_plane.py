@@ -200,6 +200,10 @@ class DataPlane:
     def counts(self) -> dict[str, int]:
         return {} if self._plane is None else self._plane.counts()
 
+    def unread(self) -> int:
+        """Return how many clients have not taken all of a response that is whole."""
+        return 0 if self._plane is None else self._plane.unread()
+
     def cut_all(self) -> None:
         """End everything under way."""
         if self._plane is not None:

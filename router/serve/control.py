@@ -140,7 +140,8 @@ class ControlServer(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         if self.signals and now >= self._stop_by:
             self.plane.cut_all()
-        if self.signals and (now >= self._stop_by or not self._admission.under_way):
+        is_done = not self._admission.under_way and not self.plane.unread()
+        if self.signals and (now >= self._stop_by or is_done):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True

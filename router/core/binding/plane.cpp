@@ -385,6 +385,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("stop", &Plane::stop, nb::call_guard<nb::gil_scoped_release>())
         .def("counts", &counts_of)
         .def("clients", &Plane::clients)
+        .def("unread", &Plane::unread)
         .def("held_bytes", &Plane::held_bytes)
         .def("hold_elsewhere", &Plane::hold_elsewhere);
 }

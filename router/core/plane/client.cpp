@@ -92,6 +92,14 @@ void Client::close() {
     drop();
 }
 
+void Client::stop() {
+    if (is_unsent() || (is_serving() && stage_ != Stage::answered)) {
+        cut(End::abandoned);
+    } else {
+        close();  // the kernel delivers what it has
+    }
+}
+
 void Client::stop_sending() {
     if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
     stop_waiting();
@@ -99,6 +107,7 @@ void Client::stop_sending() {
 
 void Client::drop() {
     show(Shown::not_yet);
+    if (is_unread_) thread_.count_unread(false);
     stop_sending();
     thread_.loop().close(*this);
     thread_.closed(place_);
@@ -125,8 +134,16 @@ void Client::cut(End end) {
     drop();
 }
 
+void Client::count_unread() {
+    const bool is_unread = stage_ == Stage::answered && is_unsent();
+    if (is_unread == is_unread_) return;
+    is_unread_ = is_unread;
+    thread_.count_unread(is_unread);
+}
+
 void Client::update_interest() {
     if (!is_open()) return;
+    count_unread();
     u32 events = is_unsent() ? EPOLLOUT : 0u;
     const bool takes = stage_ == Stage::idle || stage_ == Stage::draining || stage_ == Stage::refused;
     const bool waits = (!takes && in_.size() >= kMostWaiting) || channel_.is_clogged();

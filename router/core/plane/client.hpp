@@ -38,6 +38,8 @@ public:
     // Closes it where a time limit has passed.
     void look_after(double now);
     void close();
+    // The thread ends: closes it where the client gets all of its response, and else cuts it.
+    void stop();
 
     ExchangeId exchange() const { return exchange_; }
     bool has_asked() const { return has_asked_; }
@@ -181,6 +183,7 @@ private:
     void send(std::string_view bytes);
     void flush();
     void update_interest();
+    void count_unread();
     void leave();
     void drop();
     bool is_unsent() const { return out_.size() > sent_ || channel_.has_unsent(); }
@@ -201,6 +204,7 @@ private:
     std::size_t parsed_ = 0;  // its size when the head was last parsed
     std::string out_;
     std::size_t sent_ = 0;  // of `out_`
+    bool is_unread_ = false;  // the thread counts it: the response is whole, and not all of it was sent
     double receiving_since_ = 0, idle_since_ = 0, stalled_since_ = 0;
     double refused_at_ = 0, received_at_ = 0;  // input is discarded since; its last bytes
 

@@ -474,8 +474,9 @@ void Client::settle(Ended ended) {
 // All of the response has been written.
 void Client::finish(End end) {
     if (!was_forwarded_) return;
-    report(end);
     stage_ = Stage::answered;
+    count_unread();  // before its end is known: the router must not stop in between
+    report(end);
     end_exchange();
 }
 

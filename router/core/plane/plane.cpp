@@ -86,6 +86,12 @@ void Plane::decide_by(std::shared_ptr<Decider> decider) {
     if (decider && !is_kept) deciders_.push_back(std::move(decider));
 }
 
+u64 Plane::unread() const {
+    u64 sum = 0;
+    for (const auto& thread : threads_) sum += thread->unread();
+    return sum;
+}
+
 std::vector<u64> Plane::clients() const {
     std::vector<u64> found;
     for (const auto& thread : threads_) found.push_back(thread->clients());

@@ -39,6 +39,7 @@ public:
     void stop();
     PoolCounts counts() const;
     std::vector<u64> clients() const;  // of each thread
+    u64 unread() const;  // see `Thread::unread`
     u64 held_bytes() const { return common_.bodies.held(); }
     void hold_elsewhere(u64 size) { common_.bodies.hold_elsewhere(size); }
     // Changes the TLS of new connections.

@@ -208,7 +208,7 @@ void Thread::run() {
         pool_.bury();
     }
     for (auto& client : clients_) {
-        if (client) guarded(client.get(), [&] { client->cut(End::abandoned); });
+        if (client) guarded(client.get(), [&] { client->stop(); });
     }
     pool_.close();
     pool_.bury();

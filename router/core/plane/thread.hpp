@@ -119,6 +119,8 @@ public:
     void stop();  // and waits for it
     PoolCounts counts() const;
     u64 clients() const { return open_clients_.load(std::memory_order_relaxed); }
+    // Those whose response is whole, and that have not taken all of it.
+    u64 unread() const { return unread_.load(); }
 
     // For clients.
     const Options& options() const { return common_.options; }
@@ -138,6 +140,7 @@ public:
     void lose(ExchangeId id) { common_.outbox.lose(id); }
     // Requests that are shown while they run: no more than the log of requests has room for.
     bool may_show() const { return shown_ < kMostShown; }
+    void count_unread(bool is_one_more) { is_one_more ? ++unread_ : --unread_; }
     void count_shown(bool is_one_more) { is_one_more ? ++shown_ : --shown_; }
     bool sums_up() { return common_.outbox.sums_up(); }
     bool sum(const Sums::Finished& finished) { return common_.outbox.sum(finished); }
@@ -212,6 +215,7 @@ private:
     std::vector<u32> free_places_;
     Burial<Client> buried_;
     std::atomic<u64> open_clients_{0};
+    std::atomic<u64> unread_{0};
     u32 shown_ = 0;  // of their requests, while they run
     std::string buffer_ = std::string(64 * 1024, '\0');
     std::string scratch_;

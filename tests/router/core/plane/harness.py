@@ -77,13 +77,14 @@ def secured(authority: Authority, is_server: bool = True) -> Secured:
 
 @dataclass
 class Way:
-    """Where the plane is told to send everything; without hosts it responds by itself."""
+    """Where the plane is told to send everything; without hosts it responds itself, if at all."""
 
     port: int = 0
     hosts: Sequence[str] = ()
     secure_host: str = ""
     timeouts: tuple[float, float, float] = (5.0, 10.0, 10.0)
     flags: int = 1
+    responds: bool = True
 
 
 @dataclass
@@ -126,6 +127,8 @@ class Served:
 
     def _serve(self, number: int) -> None:
         way = self.way
+        if not way.hosts and not way.responds:
+            return
         if not way.hosts:
             self.plane.respond(number, 200, [(b"content-length", b"2")], b"ok")
             return
