@@ -222,8 +222,8 @@ void Upstream::on_no_memory() {
 
 void Upstream::read() {
     if (recipient_ != nullptr && is_paused_) {
-        // Only an error or a hang-up wakes a paused connection; what has come is read after `resume`.
-        pool_.loop_.change(*this, 0);
+        // Only an error or a hang-up wakes a paused connection, and only once: `resume` reads it.
+        pool_.loop_.change(*this, EPOLLONESHOT);
         return;
     }
     const Channel::Read came = channel_.receive(descriptor_, pool_.buffer_);

@@ -8,11 +8,13 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from async_timeout import timeout
 from msgspec import structs
 
 from router.config.origin import Origin
@@ -776,6 +778,33 @@ async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
         client.writer.transport.resume_reading()
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await client.reader.readexactly(100_000_000)
+
+
+async def test_a_replica_that_breaks_off_behind_a_slow_client_costs_no_cpu_time() -> None:
+    """The reset waits until the client has taken what came before it, and would be reported at
+    every look until then."""
+    is_over = asyncio.Event()
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\n")
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with timeout(1.0):
+                await connection.send(b"x" * 50_000_000)
+        connection.reset()
+        is_over.set()
+
+    async with one_replica(handle) as (_, client, _):
+        client.writer.transport.pause_reading()
+        await client.request()
+        async with timeout(DEADLINE_S):
+            await is_over.wait()
+        began = time.process_time()
+        with pytest.raises(asyncio.TimeoutError):
+            async with timeout(1.0):
+                await client.reader.readexactly(100_000_000)
+        assert time.process_time() - began < 0.2
+        client.reset()
 
 
 async def test_a_client_that_reads_slowly_is_not_taken_for_a_stalled_one() -> None:
