@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from router.config.origin import Header
-from router.errors import BodyTooLarge, RequestError, is_out_of_memory
+from router.errors import BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.plane.control import CLIENT_HEADER
-from router.plane.exchanges import FailedFirst, Handler, PlaneExchange
+from router.plane.exchanges import FailedFirst, Handler, PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
@@ -65,6 +65,7 @@ class _Unread:
 
     client: tuple[str, int]
     bytes: int = 0
+    """So many of it are held."""
 
 
 class PromptPreparer(Protocol):
@@ -129,6 +130,9 @@ class DataPlane:
     listener: PlaneListener
     """Receives what the core does by itself."""
     prepares: PromptPreparer
+    hold: Callable[[int], object] = lambda _size: None
+    """Called with so many more bytes that are held of bodies for the application, or less where it
+    is negative; raises `Overloaded` where there is no room."""
 
     def __post_init__(self) -> None:
         self._exchanges: dict[int, PlaneExchange] = {}
@@ -312,7 +316,7 @@ class DataPlane:
             self._read_control(number, len(piece), is_whole)
 
     def _left(self, number: int) -> None:
-        self._controls.pop(number, None)
+        self._end_control(number)
         self.prepares.left(number)
         self.listener.on_left(number)
         exchange = self._exchanges.get(number)
@@ -343,29 +347,51 @@ class DataPlane:
     # --- of requests for the application behind ---------------------------------------------------
 
     def _control(self, exchange: PlaneExchange, body_bytes: int, is_whole: bool) -> None:
-        client = exchange.address
-        if is_whole:
-            self._pass_to_application(exchange.number, client)
-            return
-        self._controls[exchange.number] = _Unread(client)
-        self._read_control(exchange.number, body_bytes, False)
+        number = exchange.number
+        self._controls[number] = _Unread(exchange.address)
+        if not is_whole and announced_bytes(exchange.headers) > self.options.max_body_bytes:
+            self._refuse_length(number)
+        else:
+            self._read_control(number, body_bytes, is_whole)
 
     def _read_control(self, number: int, body_bytes: int, is_whole: bool) -> None:
+        """Count a piece, which the core holds. What is passed on is no longer counted: who reads it
+        there does so."""
         unread = self._controls[number]
+        if unread.bytes + body_bytes > self.options.max_body_bytes:
+            self._refuse_length(number)
+            return
+        try:
+            self.hold(body_bytes)
+        except Overloaded as error:
+            self._refuse(number, error)
+            return
         unread.bytes += body_bytes
-        if unread.bytes > self.options.max_body_bytes:
-            del self._controls[number]
-            self._refuse(number, BodyTooLarge(self.options.max_body_bytes))
-        elif is_whole:
-            del self._controls[number]
+        if is_whole:
+            self._end_control(number)
             self._pass_to_application(number, unread.client)
         else:
             self.plane.read_body(number)
 
+    def _end_control(self, number: int) -> None:
+        """Its body is whole, or will never be."""
+        unread = self._controls.pop(number, None)
+        if unread is not None:
+            self.hold(-unread.bytes)
+
+    def _refuse_length(self, number: int) -> None:
+        error = BodyTooLarge(self.options.max_body_bytes)
+        self.listener.on_refusal(error.code)
+        self._refuse(number, error)
+
     def _refuse(self, number: int, error: RequestError) -> None:
+        self._end_control(number)
         body = error_body(Dialect.OPENAI, str(error), error.type, error.code)
-        length = b"%d" % len(body)
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *error.headers(),
+        ]
         self.plane.respond(number, error.status, headers, body)
 
     def _pass_to_application(self, number: int, client: tuple[str, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -13,6 +13,14 @@ from router.config.origin import Header
 
 if TYPE_CHECKING:
     from router._core import Plane
+
+
+def announced_bytes(headers: Iterable[Header]) -> int:
+    """The length of a request's body by its head; 0 if unknown."""
+    # `int` refuses thousands of digits, also where all but the last are zeros.
+    lengths = (value for name, value in headers if name == b"content-length")
+    digits = next(lengths, b"").lstrip(b"0")
+    return int(digits) if digits.isdigit() else 0
 
 
 class FailedFirst(NamedTuple):

@@ -58,7 +58,7 @@ from router.doors.http.questions import RouteQuestions
 from router.doors.http.selection import SELECT_PATH, add_selection, take_report
 from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import ReservationStatistics
-from router.errors import ConfigError
+from router.errors import ConfigError, Overloaded
 from router.fleet.engine_order import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
@@ -395,6 +395,7 @@ def _plane(
             on_long_prompt=service.publish_soon,
         ),
         preparation,
+        functools.partial(_hold, service),
     )
 
 
@@ -438,6 +439,16 @@ def _tells_gateways(service: RouterService, app: RouterApp, needs_key: bool) -> 
     says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
     is_open = app.gateway.guard.clients_see_hits and not needs_key
     return says_all and is_open
+
+
+def _hold(service: RouterService, size: int) -> None:
+    """Count the bytes of a body for the application; counts a request for which there is no room,
+    too."""
+    try:
+        service.admission.hold(size)
+    except Overloaded as error:
+        service.observers.refused(error)
+        raise
 
 
 def _count_refusal(service: RouterService, reason: str) -> None:

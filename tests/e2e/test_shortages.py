@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
-from tests.support.http_client import Answer, ask, connect, encoded
+from tests.support.http_client import Answer, HttpClient, ask, connect, encoded
 from tests.support.router_process import QUICK_HEALTH, router_process
 from tests.support.waiting import eventually
 
@@ -180,6 +180,44 @@ async def test_a_length_that_is_only_announced_takes_no_room() -> None:
                 for _ in range(10):
                     found = await router.post("/v1/completions", body_for(stub, 1))
                     assert found.status == 200, found.body
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/replicas"])
+async def test_bodies_for_no_replica_have_the_same_bound(path: str) -> None:
+    """Nobody needs a key to send them. What the data plane holds of one counts until it is passed
+    on, when its reader counts it."""
+    limits = {"max_body_bytes": 2_000_000, "max_buffered_bytes": 1_000_000}
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    async with contextlib.AsyncExitStack() as clients:
+        router = clients.enter_context(router_process({"server": limits}))
+
+        async def begun(announced: int, sent: int) -> HttpClient:
+            client = await clients.enter_async_context(connect(router.port))
+            await client.write(head % (path.encode(), announced) + b" " * sent)
+            return client
+
+        async def until_held(least: int, most: int) -> None:
+            while not least <= (await router.metrics()).sum("kvroute_buffered_bytes") <= most:
+                pass
+
+        holder = await begun(700_000, 600_000)
+        await until_held(500_000, 600_000)
+        for _ in range(3):
+            refused = await (await begun(700_000, 700_000)).read_answer()
+            assert (refused.status, refused.error["code"]) == (503, "overloaded")
+            assert refused.headers["retry-after"] == "1"
+            assert "bodies of 1000000 bytes" in refused.error["message"]
+        now = await router.metrics()
+        assert now.sum("kvroute_rejected_requests_total", code="overloaded") == 3
+        too_long = await (await begun(2_000_001, 0)).read_answer()
+        assert (too_long.status, too_long.error["code"]) == (413, "body_too_large")
+        await until_held(500_000, 600_000)
+        await holder.write(b" " * 100_000)
+        assert (await holder.read_answer()).status in (404, 415)
+        await until_held(0, 0)
+        (await begun(700_000, 600_000)).leave()
+        await until_held(0, 0)
+        assert (await (await begun(700_000, 700_000)).read_answer()).status in (404, 415)
 
 
 async def test_replicas_that_leave_take_their_tasks_with_them() -> None:

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive
 from kvevents.errors import UNREADABLE
 from router.config.server import ServerConfig
 from router.errors import BadRequest, BodyTooLarge
+from router.plane.exchanges import announced_bytes
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -43,13 +44,6 @@ class ClientLeft(Exception):
     """The client closed its connection before its whole request had arrived."""
 
 
-def announced_bytes(headers: dict[bytes, bytes]) -> int:
-    """The length of a request's body by its head; 0 if unknown."""
-    # `int` refuses thousands of digits, also where all but the last are zeros.
-    digits = headers.get(b"content-length", b"").lstrip(b"0")
-    return int(digits) if digits.isdigit() else 0
-
-
 async def read_body(
     headers: dict[bytes, bytes],
     receive: Receive,
@@ -67,7 +61,7 @@ async def read_body(
         BadRequest: It did not arrive within *timeout_s*.
         ClientLeft: The client left before the end.
     """
-    if announced_bytes(headers) > limit_bytes:
+    if announced_bytes(headers.items()) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):

@@ -18,7 +18,6 @@ from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard, terms_of
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
-    announced_bytes,
     check_form,
     form_field,
     is_form,
@@ -46,7 +45,7 @@ from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.attempts import RANK_HEADER
-from router.plane.exchanges import PlaneExchange
+from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
@@ -328,7 +327,7 @@ class Passage:
         if PRIORITY_HEADER in self._headers:
             self._check_priority()
         max_bytes = self._gateway.server.max_body_bytes
-        if self._exchange.more_body and announced_bytes(self._headers) > max_bytes:
+        if self._exchange.more_body and announced_bytes(self._exchange.headers) > max_bytes:
             raise BodyTooLarge(max_bytes)
         self._stage = _Stage.READING
 
