@@ -160,8 +160,8 @@ void Client::look_after(double now) {
     const double stall_s =
         is_of_reserve_ ? std::min(options.client_stall_s, kReserved_s) : options.client_stall_s;
     if (stage_ == Stage::refused) {
-        const double until = std::min(received_at_ + kSlack_s, refused_at_ + request_s);
-        if (now > until) close();
+        const double moved_at = is_unsent() ? std::max(received_at_, stalled_since_) : received_at_;
+        if (now > std::min(moved_at + kSlack_s, refused_at_ + request_s)) close();
         return;
     }
     if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
@@ -239,18 +239,32 @@ void Client::refuse(const http::Problem& problem) {
     thread_.post(0, Refused{problem.code});
 }
 
-// Responds with an error and takes nothing more; what else comes is discarded until it ends, within the
-// time of a request: if the connection were closed at once, the client would see a reset before it read
-// the response.
+// Responds with an error, and takes nothing more.
 void Client::turn_away(sv response) {
+    stage_ = Stage::refused;
+    send(response);
+    discard_input();
+}
+
+// The response is the last one. What else comes is discarded until it ends, within the time of a
+// request: if the connection were closed at once, the client would see a reset before it read the
+// response.
+void Client::discard_input() {
+    if (!is_open()) return;
     stage_ = Stage::refused;
     refused_at_ = received_at_ = thread_.now();
     in_.clear();
-    send(response);
-    if (!is_open()) return;
-    channel_.end(descriptor_);
-    ::shutdown(descriptor_, SHUT_WR);
+    end_output();
     update_interest();
+}
+
+// Tells the client that nothing follows, once nothing is unsent.
+void Client::end_output() {
+    if (is_unsent()) return;  // `flush` comes back
+    if (!std::exchange(has_ended_output_, true)) channel_.end(descriptor_);
+    if (is_unsent()) return;
+    ::shutdown(descriptor_, SHUT_WR);
+    if (has_left_half_) close();  // it sends no more either
 }
 
 // --- writing --------------------------------------------------------------------------------------
@@ -299,6 +313,7 @@ void Client::flush() {
         end_exchange();
         return;
     }
+    if (stage_ == Stage::refused) end_output();
     update_interest();
 }
 

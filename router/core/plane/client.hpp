@@ -146,6 +146,8 @@ private:
     // To a replica, and to a second one.
     void stop_sending();
     void turn_away(std::string_view response);
+    void discard_input();
+    void end_output();
     static bool is_not_now(int status) {
         return status == 429 || status == 502 || status == 503 || status == 504;
     }
@@ -197,6 +199,7 @@ private:
     bool is_trusted_ = false;     // it is a proxy whose x-forwarded fields count
     bool has_asked_ = false;      // a head came whole
     bool has_left_half_ = false;  // it sends no more, and may still read
+    bool has_ended_output_ = false;  // as far as TLS goes
     u8 probes_ = 0;
     double probe_at_ = 0;
 

@@ -492,7 +492,7 @@ void Client::end_exchange() {
         return;  // `flush` comes back
     }
     if (!keeps_alive_) {
-        close();
+        is_body_whole_ ? close() : discard_input();
         return;
     }
     stage_ = is_body_whole_ ? Stage::idle : Stage::draining;

@@ -377,6 +377,20 @@ async def test_a_refused_client_can_read_why() -> None:
         assert served.refusals == ["headers_too_large"]
 
 
+@pytest.mark.parametrize("head", ["1.0\r\n", "1.1\r\nconnection: close\r\n"])
+async def test_a_client_that_keeps_no_connection_can_read_why_it_is_refused(head: str) -> None:
+    """Its body is still on the way, and closing at once would reset it."""
+    async with one_client() as (served, client):
+        start = f"POST /refused HTTP/{head}host: x\r\ncontent-length: {len(LONG)}\r\n\r\n"
+        await client.write(start.encode() + LONG)
+        assert (await client.read_answer()).status == 401
+        assert client.headers["connection"] == "close"
+        assert await client.reader.read() == b""
+        client.leave()
+        await eventually(lambda: served.clients() == 0, "and closed")
+        assert served.refusals == []
+
+
 async def test_a_malformed_body_gets_an_error_as_its_requests_response() -> None:
     """Its handler cannot respond before the body is complete, and learns that it will not be."""
     async with one_client() as (served, client):
