@@ -88,7 +88,7 @@ class PlaneExchange:
     status: int | None = None
     body_bytes: int = 0
     body: bytes | None = None
-    """The body, where it came in one piece."""
+    """The whole body, where it came in one piece or its server has joined the pieces."""
     _pieces: list[bytes] = field(default_factory=list)
     _is_split: bool = False
     failed_first: FailedFirst | None = None

@@ -220,6 +220,25 @@ async def test_bodies_for_no_replica_have_the_same_bound(path: str) -> None:
         assert (await (await begun(700_000, 700_000)).read_answer()).status in (404, 415)
 
 
+async def test_a_large_body_is_held_by_python_and_the_core_and_no_third_time() -> None:
+    """It counts once: a machine that has room for twice the bound must not run out of memory."""
+    go, count = asyncio.Event(), 4
+    async with engines(1) as (stub,):
+        with router_process({"health": PATIENT_HEALTH}) as router:
+            async with router.serving(stub), contextlib.AsyncExitStack() as clients:
+                await router.until_core_decides(body_for(stub, 1))
+                stub.behaviour = after(go)
+                sent = encoded({**body_for(stub, 1), "user": "x" * 19_000_000})
+                held = []
+                for number in range(1, count + 1):
+                    client = await clients.enter_async_context(connect(router.port))
+                    await client.send("POST", "/v1/completions", sent)
+                    await eventually(lambda most=number: stub.active == most, "it is sent on")
+                    held.append(router.rss_bytes)
+                assert held[-1] - held[0] < 2.8 * (count - 1) * len(sent)
+                go.set()
+
+
 async def test_replicas_that_leave_take_their_tasks_with_them() -> None:
     """A task that never ends shows in nothing else until memory runs out."""
     async with engines(3, has_events=True) as stubs:

@@ -119,6 +119,7 @@ private:
     void post_opened();
     Fields fields() const;
     void take_body();
+    void make_room_for(std::size_t size);
     void drain_body();
     // Without Python
     bool may_decide();

@@ -1,4 +1,5 @@
 // A client's requests as they come: heads, bodies, and the events posted for them.
+#include <algorithm>
 #include <utility>
 
 #include "http/write.hpp"
@@ -198,6 +199,7 @@ void Client::take_body() {
             refuse(body_reader_.problem());
             return;
         }
+        make_room_for(piece.payload.size());
         body_ += piece.payload;
         bytes.remove_prefix(piece.used);
         is_body_whole_ = piece.is_last;
@@ -208,6 +210,14 @@ void Client::take_body() {
     if (is_awaited_ && !share_.grow(body_.size() - before)) post_opened();  // Python refuses it
     if (is_awaited_ && is_body_whole_ && !decide()) post_opened();
 }
+
+// Twice what has come, as a string does by itself, but no more than is announced.
+void Client::make_room_for(std::size_t size) {
+    const std::size_t needed = body_.size() + size;
+    if (needed <= body_.capacity() || head_.framing != http::Framing::length) return;
+    body_.reserve(std::max(needed, std::min<std::size_t>(head_.length, 2 * body_.capacity())));
+}
+
 void Client::drain_body() {
     sv bytes = in_;
     while (!bytes.empty() && !is_body_whole_) {

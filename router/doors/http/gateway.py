@@ -392,6 +392,7 @@ class Passage:
             self._timer.cancel()
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
+        self._exchange.body = body  # the core has it too, and need not get a copy
         decision = self._dispatch(body)
         if isinstance(decision, Decision):
             self._send(decision)
