@@ -45,6 +45,9 @@ public:
     bool has_asked() const { return has_asked_; }
     // Monotonic: when the current request began to come, or the connection where none has.
     double receiving_since() const { return receiving_since_; }
+    double idle_since() const { return idle_since_; }
+    // It has been served, and nothing of a next request has come.
+    bool is_kept() const { return stage_ == Stage::idle && has_asked_ && in_.empty() && !is_unsent(); }
     bool is_serving() const {
         return stage_ != Stage::idle && stage_ != Stage::draining && stage_ != Stage::refused;
     }

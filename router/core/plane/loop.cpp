@@ -46,6 +46,11 @@ void Loop::change(Watched& watched, u32 events) {
     epoll_ctl(epoll_, EPOLL_CTL_MOD, watched.descriptor_, &event);
 }
 
+void Loop::remove(Watched& watched) {
+    watched.interest_ = 0;
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, watched.descriptor_, nullptr);
+}
+
 void Loop::close(Watched& watched) {
     if (!watched.is_open()) return;
     // Closing it would take it out of the set as well, but not while a child process that is about to

@@ -63,6 +63,8 @@ public:
 
     void add(Watched& watched, int descriptor, u32 events);
     void change(Watched& watched, u32 events);
+    // Watches it no longer, until it is added again.
+    void remove(Watched& watched);
     // Closes the descriptor.
     void close(Watched& watched);
     // Waits at most so long for sockets to be ready.

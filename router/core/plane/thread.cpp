@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kAcceptsAtOnce = 64;
 constexpr double kLookEvery_s = 0.05;
+constexpr double kNoAccept_s = 0.05;  // where there is no descriptor, or no memory, for a connection
 constexpr std::size_t kMostRecords = 512;  // before the reader is woken
 constexpr std::size_t kNewest = 8;     // connections whose request may be on its way: not closed
 constexpr std::size_t kMadeRoom = 64;  // connections that are closed at once where descriptors are short
@@ -198,7 +199,7 @@ void Thread::run() {
     extend_memory();
     now_ = looked_at_ = clock_now();
     while (!is_stopping_) {
-        const bool is_idle = open_clients_ == 0 && pool_.is_empty();
+        const bool is_idle = open_clients_ == 0 && pool_.is_empty() && accepts_again_at_ == 0;
         loop_.wait(is_idle ? 1000 : static_cast<int>(kLookEvery_s * 1000));
         now_ = clock_now();
         loop_.serve();
@@ -217,6 +218,10 @@ void Thread::run() {
 
 void Thread::look_after() {
     looked_at_ = now_;
+    if (accepts_again_at_ > 0 && now_ >= accepts_again_at_) {
+        accepts_again_at_ = 0;
+        loop_.add(listener_, listening_, EPOLLIN | EPOLLEXCLUSIVE);
+    }
     common_.outbox.nudge();
     guarded(nullptr, [&] { pool_.look_after(now_); });  // what is left waits for the next look
     for (std::size_t place = 0; place < clients_.size(); ++place) {
@@ -235,7 +240,7 @@ void Thread::accept() {
         const int descriptor = ::accept4(listening_, reinterpret_cast<sockaddr*>(&from), &length,
                                          SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (descriptor < 0) {
-            if (errno == EMFILE || errno == ENFILE) make_room();
+            cannot_accept(errno);
             return;
         }
         const Accepted accepted{descriptor, from, descriptor >= options().reserved_from};
@@ -248,6 +253,15 @@ void Thread::accept() {
         ++open_clients_;
         welcome(accepted);
     }
+}
+
+// The connection stays in the queue, and would be reported at once again.
+void Thread::cannot_accept(int error) {
+    const bool has_no_files = error == EMFILE || error == ENFILE;
+    if (!has_no_files && error != ENOMEM && error != ENOBUFS) return;
+    if (has_no_files && make_room()) return;
+    loop_.remove(listener_);
+    accepts_again_at_ = now_ + kNoAccept_s;
 }
 
 // Who has the fewest clients, this one if it has no more than another. The kernel wakes one thread for a
@@ -309,18 +323,30 @@ u32 Thread::free_place() {
 }
 
 // Closes connections that have brought no request, the oldest first: no client can keep probes out by
-// connections without requests. The newest may be probes.
-void Thread::make_room() {
-    std::vector<Client*> silent;
+// connections without requests. The newest may be probes. Where there are none, closes those that are
+// kept for a next request. False: nothing was closed.
+bool Thread::make_room() {
+    std::vector<Client*> silent, kept;
     for (auto& client : clients_) {
-        if (client && client->is_open() && !client->has_asked()) silent.push_back(client.get());
+        if (!client || !client->is_open()) continue;
+        if (!client->has_asked()) silent.push_back(client.get());
+        if (client->is_kept()) kept.push_back(client.get());
     }
-    const std::size_t closed = std::min(silent.size() - std::min(silent.size(), kNewest), kMadeRoom);
-    std::partial_sort(silent.begin(), silent.begin() + static_cast<std::ptrdiff_t>(closed), silent.end(),
-                      [](const Client* one, const Client* other) {
-                          return one->receiving_since() < other->receiving_since();
+    return close_first(silent, kNewest, &Client::receiving_since) ||
+           close_first(kept, 0, &Client::idle_since);
+}
+
+// Closes some of those that have waited longest. False: none.
+bool Thread::close_first(std::vector<Client*>& clients, std::size_t spared,
+                         double (Client::*since)() const) {
+    const std::size_t closed =
+        std::min(clients.size() - std::min(clients.size(), spared), kMadeRoom);
+    std::partial_sort(clients.begin(), clients.begin() + static_cast<std::ptrdiff_t>(closed),
+                      clients.end(), [&](const Client* one, const Client* other) {
+                          return (one->*since)() < (other->*since)();
                       });
-    for (std::size_t at = 0; at < closed; ++at) silent[at]->close();
+    for (std::size_t at = 0; at < closed; ++at) clients[at]->close();
+    return closed > 0;
 }
 
 void Thread::closed(u32 place) {

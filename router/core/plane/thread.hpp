@@ -188,6 +188,7 @@ private:
 
     void run();
     void accept();
+    void cannot_accept(int error);
     Thread& idlest();
     bool hand_over(const Accepted& accepted);
     void welcome(const Accepted& accepted);
@@ -197,7 +198,8 @@ private:
     Client* client_of(ExchangeId id) const;
     void obey(Command& command, Client* client);
     void look_after();
-    void make_room();
+    bool make_room();
+    bool close_first(std::vector<Client*>& clients, std::size_t spared, double (Client::*since)() const);
     void wake();
     u32 free_place();
 
@@ -210,6 +212,7 @@ private:
     int listening_ = -1;
     int signal_ = -1;
     double now_ = 0, looked_at_ = 0;
+    double accepts_again_at_ = 0;  // 0: it listens
     u32 exchanges_ = 0;
     std::vector<std::unique_ptr<Client>> clients_;  // by place; null: free
     std::vector<u32> free_places_;

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import pytest
 
 from tests.router.plane.server import Served, one_client, plane_server
 from tests.support.http_client import HttpClient, connect, request_bytes
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 SHORT_S = 0.2
@@ -173,6 +175,69 @@ async def test_where_files_are_short_those_make_room_that_never_asked_for_anythi
         assert (await busy.read_answer()).status == 200
         for client in (idle, busy, *newest):
             assert (await client.ask("GET", "/again")).status == 200
+
+
+async def test_where_no_descriptor_is_left_kept_connections_make_room() -> None:
+    """Clients that keep every connection would otherwise keep all others out for as long as they
+    are idle. The one that has been idle longest goes first; what is being served stays."""
+    async with plane_server() as served, contextlib.AsyncExitStack() as stack:
+        kept = [await stack.enter_async_context(connect(served.port)) for _ in range(70)]
+        for client in kept:
+            assert (await client.ask("GET", "/first")).status == 200
+        served.goes = False
+        await kept[0].send("GET", "/under-way")
+        request = await served.until_waiting(len(kept) + 1)
+        served.goes = True
+        with socket.socket() as newcomer:
+            newcomer.settimeout(DEADLINE_S)
+            with no_descriptor_left():
+                newcomer.connect(("127.0.0.1", served.port))
+                newcomer.sendall(request_bytes("GET", "/new"))
+                assert (await asyncio.to_thread(newcomer.recv, 100)).startswith(b"HTTP/1.1 200 ")
+        assert await kept[1].is_closed(), "it was idle longest"
+        assert (await kept[-1].ask("GET", "/again")).status == 200
+        request.respond()
+        assert (await kept[0].read_answer()).status == 200
+
+
+async def test_where_nothing_makes_room_the_plane_does_not_spin() -> None:
+    """The connection that cannot be accepted stays in the queue, and is reported again and
+    again: the thread that serves all others would have half a core for them."""
+    async with plane_server() as served, contextlib.AsyncExitStack() as stack:
+        served.goes = False
+        busy = await stack.enter_async_context(connect(served.port))
+        await busy.send("GET", "/under-way")
+        request = await served.until_waiting()
+        with socket.socket() as newcomer:
+            with no_descriptor_left():
+                newcomer.connect(("127.0.0.1", served.port))
+                began = time.process_time()
+                assert not await busy.is_closed(within_s=1.0)
+                assert time.process_time() - began < 0.2
+            served.goes = True
+            newcomer.settimeout(DEADLINE_S)
+            newcomer.sendall(request_bytes("GET", "/new"))
+            assert (await asyncio.to_thread(newcomer.recv, 100)).startswith(b"HTTP/1.1 200 ")
+        request.respond()
+        assert (await busy.read_answer()).status == 200
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open no file and accept no connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 async def test_connections_are_shared_evenly_by_the_threads() -> None:
