@@ -182,6 +182,7 @@ Thread::Thread(u32 number, Common& common, int listener)
 
 Thread::~Thread() {
     stop();
+    loop_.close(listener_);  // of a thread that was never started
     loop_.close(mailbox_);
 }
 
@@ -208,6 +209,7 @@ void Thread::run() {
         buried_.clear();
         pool_.bury();
     }
+    loop_.close(listener_);
     for (auto& client : clients_) {
         if (client) guarded(client.get(), [&] { client->stop(); });
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -238,6 +239,14 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in taken:
             os.close(descriptor)
+
+
+async def test_a_plane_that_has_ended_leaves_no_descriptor() -> None:
+    """Its port would still take connections that nobody serves."""
+    async with plane_server(threads=3) as served:
+        port = served.port
+    with socket.socket() as late:
+        assert late.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
 
 
 async def test_connections_are_shared_evenly_by_the_threads() -> None:
