@@ -127,7 +127,11 @@ void Client::leave() {
 
 void Client::cut(End end) {
     if (!is_open()) return;
-    if (was_forwarded_) report(end);
+    if (was_forwarded_) {
+        report(end);
+    } else if (stage_ == Stage::deciding && is_opened_) {
+        thread_.post(exchange_, Left{});
+    }
     // With a reset: a body that ends with its connection would look whole.
     const linger at_once{1, 0};
     setsockopt(descriptor_, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);

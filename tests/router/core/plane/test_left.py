@@ -1,4 +1,4 @@
-"""Clients that leave while Python is at work for them."""
+"""Clients that leave, or are cut off, while Python is at work for them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def test_whoever_places_a_request_learns_that_its_client_has_left() -> None:
         (number,) = served.opened
         served.plane.place(number, "model", [1, 2], False, True, 0.0, None)
         served.until(lambda: served.left == [number])
+
+
+def test_whoever_waits_for_a_body_learns_that_its_client_was_cut_off() -> None:
+    """At the end of the grace period, or because it read nothing: its request would keep its place
+    and what it holds until a time limit of its own."""
+    with (
+        serving(Secured()) as served,
+        socket.create_connection((NAME, served.port), timeout=DEADLINE_S) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        served.until(lambda: len(served.opened) == 1)
+        served.plane.cut_all()
+        served.until(lambda: served.left == served.opened)
 
 
 def test_a_client_that_is_still_reading_as_the_plane_ends_gets_all_of_it() -> None:
