@@ -48,6 +48,21 @@ bool is_hop_by_hop(std::string_view name) {
     }
 }
 
+std::string_view list_of(const std::vector<Field>& fields, std::string_view lower_name,
+                         std::string& joined) {
+    std::string_view found;
+    for (const Field& field : fields) {
+        if (field.value.empty() || !same_name(field.name, lower_name)) continue;
+        if (found.empty()) {
+            found = field.value;
+            continue;
+        }
+        if (joined.empty()) joined = found;
+        joined.append(",").append(field.value);
+    }
+    return joined.empty() ? found : std::string_view(joined);
+}
+
 std::string_view take_element(std::string_view& list) {
     const std::size_t comma = list.find(',');
     std::string_view element = list.substr(0, comma);

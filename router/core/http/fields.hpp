@@ -26,6 +26,10 @@ std::string lower_name(std::string_view any_case_name);
 // `lower_prefix`: in lower case.
 bool begins_with(std::string_view any_case, std::string_view lower_prefix);
 
+// The lines of a list field as one (RFC 9110 5.3): the only one, or `joined`, into which they are written.
+std::string_view list_of(const std::vector<Field>& fields, std::string_view lower_name,
+                         std::string& joined);
+
 // Takes the first element off a list (RFC 9110 5.6.1): "a , b" gives "a" and leaves "b".
 std::string_view take_element(std::string_view& list);
 

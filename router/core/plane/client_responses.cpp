@@ -134,7 +134,8 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
     out += forward.target ? sv(*forward.target) : head_.origin_form;
     out += " HTTP/1.1\r\n";
     if (!forward.to->authority.empty()) http::append_field(out, "host", forward.to->authority);
-    const sv connection = head_.find("connection");
+    std::string lines;
+    const sv connection = http::list_of(head_.fields, "connection", lines);
     for (const http::Field& field : head_.fields) {
         if (!is_kept_back(forward, field.name, connection)) http::append_field(out, field.name, field.value);
     }
@@ -214,7 +215,8 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         thread_.post(exchange_, FirstByte{head.status});
     }
     http::append_status(out, head.status, head.reason);
-    const sv connection = head.find("connection");
+    std::string lines;
+    const sv connection = http::list_of(head.fields, "connection", lines);
     bool has_length = false;
     for (const http::Field& field : head.fields) {
         if (http::is_hop_by_hop(field.name)) continue;

@@ -253,7 +253,9 @@ async def test_headers_go_through_but_for_those_of_the_hop() -> None:
             seen.append(request)
             extra = [
                 "Connection: keep-alive, X-Private",
+                "Connection: X-Hidden",
                 "X-Private: 1",
+                "X-Hidden: 1",
                 "X-Public: A b",
                 "Server: engine",
                 *hop,
@@ -263,7 +265,9 @@ async def test_headers_go_through_but_for_those_of_the_hop() -> None:
     async with one_replica(handle) as (_, client, _):
         mine = [
             "Connection: X-Secret , keep-alive",
+            "connection: x-quiet",
             "X-Secret: 1",
+            "X-Quiet: 1",
             "X-Open: A b",
             "Accept-Encoding: br",
             "cookie: a=b",
