@@ -452,13 +452,19 @@ class TlsContext:
     def for_servers(certificate: str, key: str, authorities: str) -> TlsContext:
         """Without authorities, those of the system are trusted."""
 
+class BodyShare:
+    """Counts the body of a request as held by the core."""
+
+    def give_back(self) -> None: ...
+
 class Plane:
     """The data plane's threads.
 
     Events, each a tuple of its kind, the number of its exchange, and its fields:
 
         opened      method, target, whether it is of the reserve, fields, client's host and port,
-                    what came of the body, whether that is all, whether it was prepared before
+                    what came of the body, whether that is all, whether it was prepared before, and
+                    what counts the body as held by the core, or None
         prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
         body        a piece, whether it is the last one

@@ -20,7 +20,7 @@ from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_event
 from router.plane.secured import Secured
 
 if TYPE_CHECKING:
-    from router._core import Plane
+    from router._core import BodyShare, Plane
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,10 @@ class DataPlane:
         body: bytes,
         is_whole: bool,
         was_prepared: bool,
+        share: BodyShare | None,
     ) -> None:
+        if share is not None:
+            share.give_back()  # it is counted here
         exchange = PlaneExchange(
             self.plane, number, method, target, is_of_reserve, was_prepared, headers, (host, port)
         )

@@ -97,15 +97,29 @@ struct PlaceHandle {
     ~PlaceHandle() { let_go_of(place); }
 };
 
+// Counts a body for as long as nobody else does, and keeps the plane that counts it.
+struct ShareHandle {
+    nb::object plane;
+    Budget::Share share;
+
+    void give_back() { Budget::Share(std::move(share)); }
+};
+
+nb::object handle_of(Plane& plane, Budget::Share& share) {
+    if (share.is_empty()) return nb::none();
+    return nb::cast(ShareHandle{nb::find(plane), std::move(share)});
+}
+
 // The kind of an event, its exchange, and its fields; see router/_core.pyi.
 struct AsTuple {
     ExchangeId id;
+    Plane* plane = nullptr;  // of an `Opened`
 
-    nb::object operator()(const Opened& opened) const {
+    nb::object operator()(Opened& opened) const {
         return nb::make_tuple("opened", id, latin(opened.method), bytes_of(opened.target),
                               opened.is_of_reserve, list_of(opened.fields), opened.client,
                               opened.client_port, bytes_of(opened.body), opened.is_whole,
-                              opened.was_prepared);
+                              opened.was_prepared, handle_of(*plane, opened.share));
     }
     nb::object operator()(const Prepare& prepare) const {
         return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),
@@ -227,7 +241,7 @@ nb::list kvroute::binding::events_of(Plane& plane) {
     try {
         for (; at < events.size(); ++at) {
             try {
-                found.append(std::visit(AsTuple{events[at].id}, events[at].what));
+                found.append(std::visit(AsTuple{events[at].id, &plane}, events[at].what));
             } catch (const std::exception&) {
                 plane.lose(events[at].id);
             }
@@ -249,6 +263,7 @@ void kvroute::binding::bind_bookings(nb::module_& module) {
         .def("reported", &BookingHandle::reported, nb::arg().none());
     nb::class_<PlaceHandle>(module, "Place")
         .def("give_back", [](PlaceHandle& self) { let_go_of(self.place); });
+    nb::class_<ShareHandle>(module, "BodyShare").def("give_back", &ShareHandle::give_back);
     nb::class_<Reservations>(module, "Reservations")
         .def(nb::new_([](u64 most) { return std::make_shared<Reservations>(most); }))
         .def("take",

@@ -162,7 +162,6 @@ void Client::open_exchange(std::size_t used) {
 
 void Client::post_opened() {
     is_awaited_ = false;
-    share_ = {};  // Python counts it from here on
     Opened opened{.method = std::string(head_.method),
                   .target = std::string(head_.origin_form),
                   .is_of_reserve = is_of_reserve_,
@@ -171,7 +170,8 @@ void Client::post_opened() {
                   .client_port = port_,
                   .body = body_,
                   .is_whole = is_body_whole_,
-                  .was_prepared = was_prepared_};
+                  .was_prepared = was_prepared_,
+                  .share = std::move(share_)};
     opened.fields = fields();
     posted_ = body_.size();
     is_opened_ = true;

@@ -90,8 +90,8 @@ struct Common {
           usual(options.second_share) {}
 
     const Options options;
-    Outbox outbox;
     Budget bodies;  // of requests that Python does not have yet
+    Outbox outbox;
     Hosts hosts;
     tls::Contexts contexts;
     Usual usual;

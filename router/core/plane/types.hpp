@@ -14,6 +14,7 @@
 
 #include "http/fields.hpp"
 #include "index/prompt.hpp"
+#include "plane/budget.hpp"
 #include "plane/networks.hpp"
 #include "plane/reservations.hpp"
 
@@ -159,6 +160,7 @@ struct Opened {
     std::string body;
     bool is_whole = true;
     bool was_prepared = false;  // Python has seen it before
+    Budget::Share share;  // counts it until Python does
 };
 struct BodyRead {
     std::string piece;
