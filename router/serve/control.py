@@ -74,6 +74,7 @@ class ControlServer(uvicorn.Server):
         self._grace_s = grace_s
         self._has_signal = asyncio.Event()
         self._stop_by = math.inf
+        self._is_idle = False
         self.plane = plane
         self._natives = natives
         self._prepared = prepared
@@ -135,13 +136,17 @@ class ControlServer(uvicorn.Server):
                 async with timeout(1.0):
                     await self._has_signal.wait()
 
+    def _serves_nobody(self) -> bool:
+        return not self._admission.under_way and not self.plane.unread()
+
     async def on_tick(self, counter: int) -> bool:
         """Return whether it is over."""
         now = asyncio.get_running_loop().time()
         if self.signals and now >= self._stop_by:
             self.plane.cut_all()
-        is_done = not self._admission.under_way and not self.plane.unread()
-        if self.signals and (now >= self._stop_by or is_done):
+        # Twice in a row: one that the core hands over counts nowhere until its event is handled.
+        was_idle, self._is_idle = self._is_idle, self._serves_nobody()
+        if self.signals and (now >= self._stop_by or (was_idle and self._is_idle)):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True

@@ -381,7 +381,7 @@ def _plane(
         _plane_options(service, app),
         path,
         PlaneListener(
-            on_refusal=functools.partial(_count_refusal, service),
+            on_refusal=functools.partial(count_refusal, service),
             on_running=settling.running,
             on_settled=settling.settled,
             on_summed=settling.summed,
@@ -451,7 +451,7 @@ def _hold(service: RouterService, size: int) -> None:
         raise
 
 
-def _count_refusal(service: RouterService, reason: str) -> None:
+def count_refusal(service: RouterService, reason: str) -> None:
     """The core has ended a connection, or came to the last descriptors."""
     if reason == "reserve":
         service.shortages.note("open_files")
