@@ -109,6 +109,7 @@ class ControlServer(uvicorn.Server):
         if self.signals == 1:
             self._admission.shut_down()
             self._stop_by = asyncio.get_running_loop().time() + self._grace_s
+            self._is_idle = False
         else:
             self.should_exit = True
             self.force_exit = self.signals > 2
