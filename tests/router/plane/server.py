@@ -85,6 +85,7 @@ class Served:
     left: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     clients_by_thread: Callable[[], list[int]] = list
+    plane: DataPlane = field(init=False)
 
     def clients(self) -> int:
         """Return the open connections of clients."""
@@ -119,7 +120,7 @@ async def plane_server(threads: int = 1, **options: Any) -> AsyncIterator[Served
     listener = NOBODY_LISTENS._replace(on_refusal=served.refusals.append)
     chosen = replace(plane_options(), **options)
     proxy = PlaneProxy(ProxySettings(TIMEOUTS), lambda what: None)
-    plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
+    plane = served.plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         plane.start([os.dup(listening.fileno()) for _ in range(threads)], Secured(None, None))

@@ -1,0 +1,32 @@
+"""The end of a router, as the server behind the data plane decides it."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from router.routing.admission import Admission
+from router.serve.control import ControlServer
+from tests.router.plane.server import one_client
+from tests.support.waiting import eventually
+
+LONG = b"x" * 10_000_000
+
+
+async def nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that is not asked."""
+
+
+async def test_it_waits_for_clients_that_have_not_read_all_of_a_whole_response() -> None:
+    """Nothing of theirs is under way any more, and a router that ends would cut them off."""
+    async with one_client(receive_buffer=2048) as (served, client):
+        served.goes = False
+        await client.send("GET", "/x")
+        (await served.until_waiting()).respond(LONG)
+        await eventually(lambda: served.plane.unread() == 1, "it is sent in part")
+        server = ControlServer(nowhere, Admission(1), 60.0, served.plane, None, lambda: 0)
+        server.stop()
+        assert not await server.on_tick(1)
+        assert (await client.read_answer()).body == LONG
+        await eventually(lambda: served.plane.unread() == 0, "it has all of it")
+        assert not await server.on_tick(1), "one that is handed over may count nowhere just now"
+        assert await server.on_tick(1)
