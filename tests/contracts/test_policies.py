@@ -40,7 +40,7 @@ POLICIES: dict[str, Make] = {
     for name in BUILT_IN
 } | {"plug-in": lambda seed: ByName()}
 
-# Six policies run each property, so fewer examples are enough.
+# Every policy runs each property, so fewer examples are enough.
 few = settings(max_examples=40)
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 
