@@ -15,6 +15,7 @@ import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
+from router.config.certificates import Certificate
 from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, Question, new_id
@@ -56,6 +57,7 @@ _CODES = {
 _MESSAGE_BYTES = 1024 * 1024
 """The bound on a message beside its body."""
 _DOOR = "ext_proc"
+_TLS = "doors.ext_proc.tls"
 
 
 def make_picker(
@@ -104,6 +106,44 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
 
 
 # --- the server -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class _Shown:
+    """What the server shows and trusts, read again at the first connection after a change."""
+
+    files: Certificate
+
+    def __post_init__(self) -> None:
+        self._stamp = self.files.stamp()
+        self._is_refused = False
+
+    def read(self) -> Any:
+        """Read the files; raises OSError."""
+        files = self.files
+        assert files.certificate is not None
+        assert files.key is not None
+        pair = Path(files.key).read_bytes(), Path(files.certificate).read_bytes()
+        trusted = None if files.authorities is None else Path(files.authorities).read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair], trusted)
+
+    def renewed(self) -> Any:
+        """Return what new connections get from now on; None: what they got. As for the data plane,
+        the old pair stays while the new one does not belong together."""
+        stamp = self.files.stamp()
+        if stamp == self._stamp and not self._is_refused:
+            return None
+        was_refused, self._is_refused, self._stamp = self._is_refused, True, stamp
+        try:
+            self.files.load()
+            found = self.read()
+        except (ConfigError, OSError) as error:
+            if not was_refused:
+                logger.error("a renewed certificate is refused, the old one stays: %s", error)
+            return None
+        self._is_refused = False
+        logger.info("%s: the renewed certificate is in use", _TLS)
+        return found
 
 
 class Limits(NamedTuple):
@@ -160,9 +200,11 @@ class ExtProcServer:
         tls = self.config.tls
         if tls.certificate is None or tls.key is None:
             return int(server.add_insecure_port(address))
-        pair = Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes()
-        trusted = None if tls.client_ca is None else Path(tls.client_ca).read_bytes()
-        credentials = grpc.ssl_server_credentials([pair], trusted, trusted is not None)
+        shown = _Shown(Certificate(_TLS, True, tls.certificate, tls.key, tls.client_ca))
+        needs_certificate = tls.client_ca is not None
+        credentials = grpc.dynamic_ssl_server_credentials(
+            shown.read(), shown.renewed, needs_certificate
+        )
         return int(server.add_secure_port(address, credentials))
 
     # --- picking ----------------------------------------------------------------------------------

@@ -329,8 +329,14 @@ async def test_a_list_names_where_to_try_next() -> None:
 # --- health and TLS -------------------------------------------------------------------------------
 
 
-async def health(address: str, service: str) -> int:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def health(address: str, service: str, trusted: bytes | None = None) -> int:
+    """Ask for its health; *trusted*: the authorities of its certificate, None: it has none."""
+    secure = None if trusted is None else grpc.ssl_channel_credentials(trusted)
+    async with (
+        grpc.aio.insecure_channel(address)
+        if secure is None
+        else grpc.aio.secure_channel(address, secure)
+    ) as channel:
         check = channel.unary_unary(
             f"/{HEALTH_SERVICE}/Check",
             request_serializer=HealthCheckRequest.SerializeToString,

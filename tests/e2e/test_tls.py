@@ -13,10 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import trustme
 
+from tests.e2e.test_endpoint_picker import health, picker_of
 from tests.support.engine_stub import EngineStub, engines
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import DEADLINE_S, eventually
@@ -169,6 +171,33 @@ async def test_clients_of_renewed_authorities_get_in_and_those_of_the_old_ones_n
         async with client(router, trusting(old, shown[old])) as http:
             with pytest.raises((httpx.TransportError, ssl.SSLError)):
                 await http.get("/healthz")
+
+
+async def test_the_picker_shows_a_renewed_certificate(tmp_path: Path) -> None:
+    """It had the old one until a restart, and no gateway in once that had expired."""
+    old, new = trustme.CA(), trustme.CA()
+    tls = issue(old, tmp_path, "picker")
+    files = Path(tls["certificate"]), Path(tls["key"])
+    config = {**configured(), "doors": {"ext_proc": {"listen": f"{NAME}:0", "tls": tls}}}
+    with router_process(config) as router:
+
+        async def serves(authority: trustme.CA) -> bool:
+            try:
+                found = await health(picker_of(router), "liveness", authority.cert_pem.bytes())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+            return found == 1
+
+        assert await serves(old)
+        files[1].write_bytes(new.issue_cert(NAME).private_key_pem.bytes())
+        assert await serves(old), "the pair does not belong together"
+        write(new.issue_cert(NAME), *files)
+        assert await serves(new)
+        assert not await serves(old)
+        assert "a renewed certificate is refused" in router.log()
+        assert "doors.ext_proc.tls: the renewed certificate is in use" in router.log()
 
 
 async def test_replicas_of_renewed_authorities_are_trusted_and_those_of_the_old_ones_no_more(
