@@ -120,7 +120,7 @@ class Served:
             self.failed.append((what[0], what[1]))
             body = f"{what[0]}: {what[1]}".encode()
             self.plane.respond(number, 502, [(b"content-length", b"%d" % len(body))], body)
-        elif (kind == "opened" and not what[-2]) or (kind == "body" and not what[-1]):
+        elif (kind == "opened" and not what[-3]) or (kind == "body" and not what[-1]):
             self.plane.read_body(number)
         elif kind == "opened" or kind == "body":
             self._serve(number)

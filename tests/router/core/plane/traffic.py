@@ -107,7 +107,7 @@ def client(port: int, seed: int, tls: ssl.SSLContext | None) -> None:
 def answer(plane: Any, event: tuple[Any, ...], port: int, secure_host: str) -> None:
     """What Python does about an event."""
     kind, number, *what = event
-    if kind == "opened" and not what[-2]:
+    if kind == "opened" and not what[-3]:
         plane.read_body(number)
     elif kind == "opened" or (kind == "body" and what[1]) or kind == "failed":
         plane.forward(
