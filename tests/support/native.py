@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+
+import pytest
 
 CORE = Path(__file__).parents[2] / "router" / "core"
 OBJECTS = Path(__file__).parents[2] / "build" / "objects"
@@ -29,13 +33,37 @@ def what_the_compiled_index_lacks() -> str:
     return ""
 
 
+@functools.cache
+def _can_link(sanitizer: str) -> bool:
+    with tempfile.TemporaryDirectory(prefix="kvroute-test-") as directory:
+        source, program = Path(directory, "empty.cpp"), Path(directory, "empty")
+        source.write_text("int main() {}\n")
+        command = compiler() or "c++", sanitizer, str(source), "-o", str(program)
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def skip_without(sanitizer: str) -> None:
+    """Skip the test where the compiler lacks what programs with this option are linked with.
+
+    Args:
+        sanitizer: The option, such as `-fsanitize=thread`.
+    """
+    if not _can_link(sanitizer):
+        name = Path(compiler() or "c++").resolve().name
+        pytest.skip(f"{name} links nothing with {sanitizer} (Debian's clang: libclang-rt-dev)")
+
+
 def compiled(output: Path, *arguments: str) -> Path:
-    """Compile C++20 that includes the compiled index's headers; return *output*.
+    """Compile C++20 that includes the compiled index's headers; return *output*. Skips the test
+    where a sanitizer among *arguments* is not there.
 
     Args:
         output: The file to make.
         arguments: Of the compiler: sources and options. A warning is an error.
     """
+    for argument in arguments:
+        if argument.startswith("-fsanitize="):
+            skip_without(argument)
     command = (
         *(compiler() or "c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{CORE}"),
         *arguments,
