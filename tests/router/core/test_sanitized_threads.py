@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native import CORE, compiler, what_the_compiled_index_lacks
+from tests.support.native import CORE, compiler, skip_without, what_the_compiled_index_lacks
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = f"halt_on_error=1 suppressions={Path(__file__).with_name('tsan.supp')}"
@@ -29,6 +29,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(missing)
     if not runtime_of_the_sanitizer():
         pytest.skip("the compiler has no ThreadSanitizer")
+    skip_without("-fsanitize=thread")
     folder = tmp_path_factory.mktemp("core")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake is None:
