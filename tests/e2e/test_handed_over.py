@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -43,8 +44,21 @@ def body_for(stub: EngineStub, number: int, **fields: Any) -> dict[str, Any]:
     return {"model": stub.model, "prompt": prompt_ids(8, number), **fields}
 
 
+@asynccontextmanager
+async def scene(
+    count: int, has_events: bool = False, **config: Any
+) -> AsyncIterator[tuple[RouterProcess, list[EngineStub]]]:
+    """A router that the core decides for, and its replicas."""
+    async with engines(count, has_events=has_events) as stubs:
+        with router_process({"health": QUICK_HEALTH, **config}) as router:
+            async with router.serving(*stubs):
+                await router.until_core_decides(body_for(stubs[0], 999))
+                yield router, stubs
+
+
 async def until_busy(router: RouterProcess, stub: EngineStub) -> None:
-    """Wait until the router knows that something waits in the queue of *stub*."""
+    """Let something wait in the queue of *stub*, and wait until the router knows."""
+    stub.waiting_requests = 3
     await router.until(
         lambda now: now.sum("kvroute_engine_waiting_requests", replica=stub.name) > 0,
         "its queue is known",
@@ -60,40 +74,32 @@ async def test_all_that_wait_at_a_replica_that_dies_go_elsewhere(headers: Header
     most of them were refused."""
     health = {**QUICK_HEALTH, "unhealthy_after": 1}
     go = asyncio.Event()
-    async with engines(2) as (dying, other):
-        other.waiting_requests = 3
-        with router_process({"health": health, "server": NO_BURST}) as router:
-            async with router.serving(dying, other):
-                await router.until_core_decides(body_for(dying, 999))
-                await until_busy(router, other)
-                dying.behaviour = after(go, hang_up)
-                requests = [
-                    asyncio.create_task(posted(router, body_for(dying, number), headers))
-                    for number in range(12)
-                ]
-                await eventually(lambda: dying.active == 12, "they wait there")
-                go.set()
-                found = await asyncio.gather(*requests)
+    async with scene(2, health=health, server=NO_BURST) as (router, (dying, other)):
+        await until_busy(router, other)
+        dying.behaviour = after(go, hang_up)
+        requests = [
+            asyncio.create_task(posted(router, body_for(dying, number), headers))
+            for number in range(12)
+        ]
+        await eventually(lambda: dying.active == 12, "they wait there")
+        go.set()
+        found = await asyncio.gather(*requests)
     assert collections.Counter(each.status for each in found) == {200: 12}
 
 
 async def test_what_is_served_makes_room_for_retries(headers: Headers) -> None:
     """The budget is a share of all requests: as it only counted those that failed, a fleet that
     loses one in a hundred had no retries left after an hour."""
-    async with engines(2) as (weak, other):
-        other.waiting_requests = 3
-        with router_process({"health": NEVER_UNHEALTHY, "server": NO_BURST}) as router:
-            async with router.serving(weak, other):
-                await router.until_core_decides(body_for(weak, 999))
-                await until_busy(router, other)
-                for number in range(3):
-                    for each in range(4):
-                        body = body_for(weak, 10 * number + each)
-                        assert (await posted(router, body, headers)).status == 200
-                    weak.behaviour = refusing("503 Service Unavailable")
-                    found = await posted(router, body_for(weak, 500 + number), headers)
-                    assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
-                    weak.behaviour = answer
+    async with scene(2, health=NEVER_UNHEALTHY, server=NO_BURST) as (router, (weak, other)):
+        await until_busy(router, other)
+        for number in range(3):
+            for each in range(4):
+                body = body_for(weak, 10 * number + each)
+                assert (await posted(router, body, headers)).status == 200
+            weak.behaviour = refusing("503 Service Unavailable")
+            found = await posted(router, body_for(weak, 500 + number), headers)
+            assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
+            weak.behaviour = answer
 
 
 async def test_streams_lost_to_health_checks_are_not_held_against_a_replica(
@@ -106,22 +112,19 @@ async def test_streams_lost_to_health_checks_are_not_held_against_a_replica(
         "overload": {"breaker_failures": 1, "breaker_open_s": 3600, "breaker_max_open_s": 3600},
     }
     never = asyncio.Event()
-    async with engines(1) as (stub,):
-        with router_process(config) as router:
-            async with router.serving(stub):
-                await router.until_core_decides(body_for(stub, 999))
-                stub.behaviour = begun_until(never)
-                streams = [
-                    asyncio.create_task(posted(router, body_for(stub, n, stream=True), headers))
-                    for n in range(4)
-                ]
-                await eventually(lambda: stub.active == 4, "they are under way")
-                stub.silent_paths = ("/health",)
-                await asyncio.gather(*streams)
-                stub.silent_paths, stub.behaviour = (), answer
-                await router.until_in_rotation(stub)
-                assert (await router.replica(stub.name))["breaker"] == "closed"
-                assert (await posted(router, body_for(stub, 7), headers)).status == 200
+    async with scene(1, **config) as (router, (stub,)):
+        stub.behaviour = begun_until(never)
+        streams = [
+            asyncio.create_task(posted(router, body_for(stub, n, stream=True), headers))
+            for n in range(4)
+        ]
+        await eventually(lambda: stub.active == 4, "they are under way")
+        stub.silent_paths = ("/health",)
+        await asyncio.gather(*streams)
+        stub.silent_paths, stub.behaviour = (), answer
+        await router.until_in_rotation(stub)
+        assert (await router.replica(stub.name))["breaker"] == "closed"
+        assert (await posted(router, body_for(stub, 7), headers)).status == 200
 
 
 async def test_one_request_at_a_time_probes_a_replica_that_failed(headers: Headers) -> None:
@@ -131,26 +134,23 @@ async def test_one_request_at_a_time_probes_a_replica_that_failed(headers: Heade
         "overload": {"breaker_failures": 2, "breaker_open_s": 2, "breaker_max_open_s": 3600},
     }
     go = asyncio.Event()
-    async with engines(2) as (failing, other):
-        with router_process(config) as router:
-            async with router.serving(failing, other):
-                await router.until_core_decides(body_for(failing, 999))
-                failing.behaviour = refusing("503 Service Unavailable")
-                number = 0
-                while (await router.replica(failing.name))["breaker"] == "closed":
-                    await posted(router, body_for(failing, number), headers)
-                    number += 1
-                failing.behaviour, other.behaviour, failing.peak = after(go), after(go), 0
-                while (await router.replica(failing.name))["breaker"] != "half_open":
-                    await asyncio.sleep(0.01)
-                requests = [
-                    asyncio.create_task(posted(router, body_for(failing, 1000 + each), headers))
-                    for each in range(20)
-                ]
-                await eventually(lambda: failing.active + other.active == 20, "all were sent")
-                assert failing.peak == 1
-                go.set()
-                assert [each.status for each in await asyncio.gather(*requests)] == [200] * 20
+    async with scene(2, **config) as (router, (failing, other)):
+        failing.behaviour = refusing("503 Service Unavailable")
+        number = 0
+        while (await router.replica(failing.name))["breaker"] == "closed":
+            await posted(router, body_for(failing, number), headers)
+            number += 1
+        failing.behaviour, other.behaviour, failing.peak = after(go), after(go), 0
+        while (await router.replica(failing.name))["breaker"] != "half_open":
+            await asyncio.sleep(0.01)
+        requests = [
+            asyncio.create_task(posted(router, body_for(failing, 1000 + each), headers))
+            for each in range(20)
+        ]
+        await eventually(lambda: failing.active + other.active == 20, "all were sent")
+        assert failing.peak == 1
+        go.set()
+        assert [each.status for each in await asyncio.gather(*requests)] == [200] * 20
 
 
 async def test_a_request_under_way_goes_elsewhere_also_once_the_router_stops(
@@ -158,22 +158,19 @@ async def test_a_request_under_way_goes_elsewhere_also_once_the_router_stops(
 ) -> None:
     """Routers and engines are renewed together: it was refused as if it had come too late."""
     fails = asyncio.Event()
-    async with engines(2) as stubs:
-        with router_process({"health": QUICK_HEALTH}) as router:
-            async with router.serving(*stubs):
-                await router.until_core_decides(body_for(stubs[0], 999))
-                for stub in stubs:
-                    stub.behaviour = after(fails, hang_up)
-                request = asyncio.create_task(posted(router, body_for(stubs[0], 1), headers))
-                await eventually(lambda: sum(stub.active for stub in stubs) == 1, "it is there")
-                (other,) = [stub for stub in stubs if not stub.active]
-                other.behaviour = answer
-                router.tell_to_stop()
-                await eventually(lambda: "shutting down" in router.log(), "it stops")
-                fails.set()
-                found = await request
-                assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
-                assert await router.ended() == 0
+    async with scene(2) as (router, stubs):
+        for stub in stubs:
+            stub.behaviour = after(fails, hang_up)
+        request = asyncio.create_task(posted(router, body_for(stubs[0], 1), headers))
+        await eventually(lambda: sum(stub.active for stub in stubs) == 1, "it is there")
+        (other,) = [stub for stub in stubs if not stub.active]
+        other.behaviour = answer
+        router.tell_to_stop()
+        await eventually(lambda: "shutting down" in router.log(), "it stops")
+        fails.set()
+        found = await request
+        assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
+        assert await router.ended() == 0
 
 
 @pytest.mark.parametrize(("status", "passes"), [(429, True), (503, False)])
@@ -190,21 +187,18 @@ async def test_where_no_back_off_is_wanted_busy_answers_are_none(
             + b"content-length: 2\r\n\r\n{}"
         )
 
-    async with engines(2) as (full, other):
-        with router_process(config) as router:
-            async with router.serving(full, other):
-                await router.until_core_decides(body_for(full, 999))
-                full.behaviour, other.waiting_requests = busy, 0
-                full.requests.clear()
-                number = 0
-                while len(full.requests) < 2:
-                    found = await posted(router, body_for(full, number), headers)
-                    is_passed = found.headers["x-kv-replica"] == full.name
-                    assert found.status == (status if is_passed else 200)
-                    assert passes or not is_passed
-                    number += 1
-                failed = (await router.replica(full.name))["failed_requests"]
-                assert failed == (0 if passes else 2)
+    async with scene(2, **config) as (router, (full, _)):
+        full.behaviour = busy
+        full.requests.clear()
+        number = 0
+        while len(full.requests) < 2:
+            found = await posted(router, body_for(full, number), headers)
+            is_passed = found.headers["x-kv-replica"] == full.name
+            assert found.status == (status if is_passed else 200)
+            assert passes or not is_passed
+            number += 1
+        failed = (await router.replica(full.name))["failed_requests"]
+        assert failed == (0 if passes else 2)
 
 
 async def test_a_kept_connection_that_was_closed_is_no_reason_to_leave_a_cache(
@@ -221,21 +215,18 @@ async def test_a_kept_connection_that_was_closed_is_no_reason_to_leave_a_cache(
             used.add(exchange.transport)
             await answer(exchange)
 
-    async with engines(3, has_events=True) as stubs:
+    async with scene(3, has_events=True) as (router, stubs):
         home, ids = stubs[0], prompt_ids(640, 1)
-        with router_process({"health": QUICK_HEALTH}) as router:
-            async with router.serving(*stubs):
-                await router.until_core_decides(body_for(home, 999))
-                home.store(ids)
-                await router.until_applied(home)
-                for stub in stubs:
-                    stub.behaviour = once_a_connection
-                for last in range(6):
-                    body = {"model": home.model, "prompt": [*ids, last]}
-                    found = await posted(router, body, headers)
-                    assert (found.status, found.headers["x-kv-replica"]) == (200, home.name)
-                now = await router.metrics()
-                assert now.sum("kvroute_retries_total", reason="kept_closed") > 0
+        home.store(ids)
+        await router.until_applied(home)
+        for stub in stubs:
+            stub.behaviour = once_a_connection
+        for last in range(6):
+            body = {"model": home.model, "prompt": [*ids, last]}
+            found = await posted(router, body, headers)
+            assert (found.status, found.headers["x-kv-replica"]) == (200, home.name)
+        now = await router.metrics()
+        assert now.sum("kvroute_retries_total", reason="kept_closed") > 0
 
 
 async def test_a_request_that_kills_replicas_reaches_two_of_them(headers: Headers) -> None:
@@ -250,15 +241,12 @@ async def test_a_request_that_kills_replicas_reaches_two_of_them(headers: Header
         both.set()
         exchange.reset()
 
-    async with engines(5) as stubs:
-        with router_process({"health": NEVER_UNHEALTHY}) as router:
-            async with router.serving(*stubs):
-                await router.until_core_decides(body_for(stubs[0], 999))
-                for number in range(400):  # until it knows when a first byte is late
-                    body = body_for(stubs[0], number, stream=True)
-                    assert (await posted(router, body, headers)).status == 200
-                for stub in stubs:
-                    stub.behaviour = kill
-                found = await posted(router, body_for(stubs[0], 1000, stream=True), headers)
-                assert found.status == 502
-                assert len(set(hit)) == 2, hit
+    async with scene(5, health=NEVER_UNHEALTHY) as (router, stubs):
+        for number in range(400):  # until it knows when a first byte is late
+            body = body_for(stubs[0], number, stream=True)
+            assert (await posted(router, body, headers)).status == 200
+        for stub in stubs:
+            stub.behaviour = kill
+        found = await posted(router, body_for(stubs[0], 1000, stream=True), headers)
+        assert found.status == 502
+        assert len(set(hit)) == 2, hit
