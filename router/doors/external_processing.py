@@ -15,7 +15,8 @@ import msgspec
 from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
-from router.config.certificates import Certificate
+from kvevents.tasks import begin_lasting
+from router.config.certificates import Certificate, keep_fresh
 from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, Question, new_id
@@ -110,13 +111,12 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
 
 @dataclass(eq=False, repr=False)
 class _Shown:
-    """What the server shows and trusts, read again at the first connection after a change."""
+    """What the server shows and trusts. `keep_fresh` looks whether a file has changed."""
 
     files: Certificate
 
     def __post_init__(self) -> None:
-        self._stamp = self.files.stamp()
-        self._is_refused = False
+        self._given = self.files.context
 
     def read(self) -> Any:
         """Read the files; raises OSError."""
@@ -128,21 +128,15 @@ class _Shown:
         return grpc.ssl_server_certificate_configuration([pair], trusted)
 
     def renewed(self) -> Any:
-        """Return what new connections get from now on; None: what they got. As for the data plane,
-        the old pair stays while the new one does not belong together."""
-        stamp = self.files.stamp()
-        if stamp == self._stamp and not self._is_refused:
+        """Return what new connections get from now on; None: what they got. gRPC asks at each."""
+        context = self.files.context
+        if context is self._given:
             return None
-        was_refused, self._is_refused, self._stamp = self._is_refused, True, stamp
         try:
-            self.files.load()
             found = self.read()
-        except (ConfigError, OSError) as error:
-            if not was_refused:
-                logger.error("a renewed certificate is refused, the old one stays: %s", error)
+        except OSError:  # it changes just now: the next connection asks again
             return None
-        self._is_refused = False
-        logger.info("%s: the renewed certificate is in use", _TLS)
+        self._given = context
         return found
 
 
@@ -170,6 +164,7 @@ class ExtProcServer:
     def __post_init__(self) -> None:
         self._streams = 0
         self._server: Any = None
+        self._keeping: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -193,6 +188,8 @@ class ExtProcServer:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Accept no new streams; those open have *grace_s* to end."""
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
 
@@ -200,7 +197,10 @@ class ExtProcServer:
         tls = self.config.tls
         if tls.certificate is None or tls.key is None:
             return int(server.add_insecure_port(address))
-        shown = _Shown(Certificate(_TLS, True, tls.certificate, tls.key, tls.client_ca))
+        files = Certificate(_TLS, True, tls.certificate, tls.key, tls.client_ca)
+        consequence = "the endpoint picker shows the certificate that it has"
+        self._keeping = begin_lasting(keep_fresh([files]), "picker's certificate", consequence)
+        shown = _Shown(files)
         needs_certificate = tls.client_ca is not None
         credentials = grpc.dynamic_ssl_server_credentials(
             shown.read(), shown.renewed, needs_certificate

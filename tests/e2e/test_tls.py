@@ -192,8 +192,10 @@ async def test_the_picker_shows_a_renewed_certificate(tmp_path: Path) -> None:
 
         assert await serves(old)
         files[1].write_bytes(new.issue_cert(NAME).private_key_pem.bytes())
+        await eventually(lambda: "a renewed certificate is refused" in router.log(), "it is seen")
         assert await serves(old), "the pair does not belong together"
         write(new.issue_cert(NAME), *files)
+        await eventually(lambda: "ext_proc.tls: the renewed" in router.log(), "in use")
         assert await serves(new)
         assert not await serves(old)
         assert "a renewed certificate is refused" in router.log()
