@@ -52,11 +52,11 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Load as the engine counts it, over all its data-parallel ranks."""
 
     running: Annotated[int, gauge("kvroute_engine_running_requests")]
-    """Requests that run at a replica, by the engine's own gauge; 0 if it cannot be read, or was not
-    for longer than `health.engine_load_stale_after_s`."""
+    """Requests that run at a replica, by the engine's own gauge; 0 if that has not been read
+    for `health.engine_load_stale_after_s`."""
     waiting: Annotated[int, gauge("kvroute_engine_waiting_requests")]
-    """Requests that wait at a replica, by the engine's own gauge; 0 if it cannot be read, or was
-    not for longer than `health.engine_load_stale_after_s`."""
+    """Requests that wait at a replica, by the engine's own gauge; 0 if that has not been read
+    for `health.engine_load_stale_after_s`."""
     kv_cache_usage: Annotated[float | None, gauge("kvroute_engine_cache_usage")]
     """Share of a replica's KV blocks that running requests hold, by the engine's own gauge; missing
     where it reports none. Of several ranks, that of the fullest one."""

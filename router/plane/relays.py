@@ -36,7 +36,7 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 """The dialects, by the core's numbers."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
-KEPT_CLOSED = Failure.KEPT_CLOSED.value
+_KEPT_CLOSED = Failure.KEPT_CLOSED.value
 _TOO_MANY = 429
 _NOT_SERVED = {
     None: "no replica could serve the request",
@@ -166,7 +166,7 @@ class PlaneRelay:
         self._unavailable = failed.failure is None
         self._retry_after_s = failed.retry_after_s or 0
         again = None
-        if failed.failure == KEPT_CLOSED:
+        if failed.failure == _KEPT_CLOSED:
             again, self._plan = _taken_out(self._plan, failed.replica)
         else:
             self._plan = _others_first(self._plan, failed.replica)
@@ -317,7 +317,7 @@ class PlaneRelay:
             self._proxy.addresses.forget(attempt.origin.host)
         logger.debug("%s: %s", attempt.origin, why)
         self._failed(attempt, failure_of(failure))
-        if failure == KEPT_CLOSED and self._may_try(attempt):
+        if failure == _KEPT_CLOSED and self._may_try(attempt):
             self._send_to(attempt, may_reuse=False)
         else:
             self._try_next()
