@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.engine_stub import engines, prompt_ids
 from tests.support.http_client import ask
-from tests.support.native import compiler
+from tests.support.native import needed_compiler
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
 SOURCE = Path(__file__).parents[1] / "support" / "failing_new.cpp"
@@ -27,10 +27,16 @@ class Failing:
 
     def __init__(self, directory: Path) -> None:
         library, self._file = directory / "failing_new.so", directory / "one_of"
-        found = compiler()
-        if found is None:
-            pytest.skip("no C++ compiler")
-        command = [found, "-std=c++20", "-O1", "-fPIC", "-shared", "-o", library, SOURCE]
+        command = [
+            needed_compiler(),
+            "-std=c++20",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-o",
+            library,
+            SOURCE,
+        ]
         subprocess.run(command, check=True)
         self._file.write_bytes(struct.pack("I", 0))
         self.environ = {"LD_PRELOAD": str(library), "FAILING_NEW": str(self._file)}

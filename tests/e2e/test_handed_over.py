@@ -23,16 +23,12 @@ from tests.support.engine_stub import (
     refusing,
 )
 from tests.support.http_client import Answer
-from tests.support.native import what_the_compiled_index_lacks
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.skipif(
-        bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-    ),
-    pytest.mark.parametrize("headers", [{}, {"x-vllm-priority": "0"}], ids=["core", "python"]),
-]
+pytestmark = pytest.mark.parametrize(
+    "headers", [{}, {"x-vllm-priority": "0"}], ids=["core", "python"]
+)
 Headers = Mapping[str, str]
 
 NEVER_UNHEALTHY = {**QUICK_HEALTH, "unhealthy_after": 1000}

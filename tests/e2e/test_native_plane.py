@@ -32,15 +32,10 @@ from tests.support.engine_stub import (
 )
 from tests.support.http_client import Answer, connect, request_bytes
 from tests.support.model_files import write_byte_tokenizer
-from tests.support.native import what_the_compiled_index_lacks
 from tests.support.otlp_collector import OtlpCollector, ReceivedSpan, otlp_collector
 from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
 from tests.support.valkey_server import ValkeyServer
 from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 
 BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a request is decided in Python."""

@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from hashlib import sha256
@@ -20,52 +19,47 @@ OBJECTS = Path(__file__).parents[2] / "build" / "objects"
 
 
 def compiler() -> str | None:
-    """The C++ compiler, as CMake would choose it."""
+    """The system's C++ compiler, as CMake would choose it."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++"))), None)
 
 
-def what_the_compiled_index_lacks() -> str:
-    """Why it cannot be built here; empty where it can."""
-    if compiler() is None:
-        return "no C++ compiler: the compiled index is not built"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "no Python.h: the compiled index is not built"
-    return ""
-
-
 @functools.cache
-def _can_link(sanitizer: str) -> bool:
+def _can_link(command: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory(prefix="kvroute-test-") as directory:
-        source, program = Path(directory, "empty.cpp"), Path(directory, "empty")
+        source = Path(directory, "empty.cpp")
         source.write_text("int main() {}\n")
-        command = compiler() or "c++", sanitizer, str(source), "-o", str(program)
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+        program = ("-o", str(source.with_suffix("")))
+        done = subprocess.run((*command, source, *program), capture_output=True, check=False)
+        return done.returncode == 0
 
 
-def skip_without(sanitizer: str) -> None:
-    """Skip the test where the compiler lacks what programs with this option are linked with.
+def needed_compiler(*options: str) -> str:
+    """The system's C++ compiler. Skips the test where there is none, or where it lacks what
+    programs with these options are linked with.
 
     Args:
-        sanitizer: The option, such as `-fsanitize=thread`.
+        options: Such as `-fsanitize=thread`.
     """
-    if not _can_link(sanitizer):
-        name = Path(compiler() or "c++").resolve().name
-        pytest.skip(f"{name} links nothing with {sanitizer} (Debian's clang: libclang-rt-dev)")
+    found = compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    if not _can_link((found, *options)):
+        name = Path(found).resolve().name
+        pytest.skip(f"{name} links nothing with {' '.join(options)} (clang: libclang-rt-dev)")
+    return found
 
 
 def compiled(output: Path, *arguments: str) -> Path:
-    """Compile C++20 that includes the compiled index's headers; return *output*. Skips the test
-    where a sanitizer among *arguments* is not there.
+    """Compile C++20 that includes the core's headers; return *output*. Skips the test where that
+    cannot be done with a sanitizer among *arguments*.
 
     Args:
         output: The file to make.
         arguments: Of the compiler: sources and options. A warning is an error.
     """
-    for argument in arguments:
-        if argument.startswith("-fsanitize="):
-            skip_without(argument)
+    sanitizers = (option for option in arguments if option.startswith("-fsanitize="))
     command = (
-        *(compiler() or "c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{CORE}"),
+        *(needed_compiler(*sanitizers), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{CORE}"),
         *arguments,
         *("-o", str(output)),
     )

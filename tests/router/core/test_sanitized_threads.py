@@ -10,26 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.native import CORE, compiler, skip_without, what_the_compiled_index_lacks
+from tests.support.native import CORE, needed_compiler
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = f"halt_on_error=1 suppressions={Path(__file__).with_name('tsan.supp')}"
 
 
-def runtime_of_the_sanitizer() -> str:
-    """The library that must be in the process before everything else; empty where there is none."""
-    found = subprocess.check_output((compiler() or "c++", "-print-file-name=libtsan.so"), text=True)
-    return found.strip() if Path(found.strip()).is_file() else ""
+@pytest.fixture(scope="module")
+def runtime() -> str:
+    """ThreadSanitizer's library, which must be in the process before everything else."""
+    compiler = needed_compiler("-fsanitize=thread")
+    found = subprocess.check_output((compiler, "-print-file-name=libtsan.so"), text=True).strip()
+    if not Path(found).is_file():
+        pytest.skip("the compiler has no shared ThreadSanitizer")
+    return found
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The extension module, built for ThreadSanitizer."""
-    if missing := what_the_compiled_index_lacks():
-        pytest.skip(missing)
-    if not runtime_of_the_sanitizer():
-        pytest.skip("the compiler has no ThreadSanitizer")
-    skip_without("-fsanitize=thread")
     folder = tmp_path_factory.mktemp("core")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake is None:
@@ -47,10 +46,9 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("program", ["index.threads", "plane.traffic", "plane.traffic by TLS"])
-def test_threads_do_not_race(program: str, module: Path, tmp_path: Path) -> None:
+def test_threads_do_not_race(program: str, runtime: str, module: Path, tmp_path: Path) -> None:
     """Long prompts are hashed in a thread while the event loop applies batches. Events and commands
     pass between the plane's threads and that loop, and connections die at any point."""
-    runtime = runtime_of_the_sanitizer()
     name, _, by_tls = program.partition(" ")
     folder = [str(tmp_path)] if by_tls else []
     done = subprocess.run(

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from router.plane.secured import Secured
 from tests.router.core.plane.harness import (
     DEADLINE_S,
@@ -23,11 +21,7 @@ from tests.router.core.plane.harness import (
     secured,
     serving,
 )
-from tests.support.native import what_the_compiled_index_lacks
 
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 OTHER = "127.0.0.2"
 
 

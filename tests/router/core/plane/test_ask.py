@@ -16,11 +16,6 @@ from router.prompt.endpoints import Endpoint
 from router.prompt.errors import RequestBodyError
 from router.prompt.limits import PromptLimits
 from router.prompt.prompts import TokenPrompt
-from tests.support.native import what_the_compiled_index_lacks
-
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 
 NAMES = st.sampled_from(
     (

@@ -6,16 +6,10 @@ import select
 import socket
 from importlib import import_module
 
-import pytest
-
 from router.fleet.engine_order import OrderFacts
 from router.policies.types import Weights
 from tests.router.core.plane.harness import DEADLINE_S, NAME, OPTIONS
-from tests.support.native import what_the_compiled_index_lacks
 
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 PATH = b"/v1/completions"
 
 

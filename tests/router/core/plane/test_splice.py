@@ -10,11 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.prompt.body.splicing import with_field, with_model
-from tests.support.native import what_the_compiled_index_lacks
-
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 
 NAMES = st.one_of(st.sampled_from(["model", "prompt", "m"]), st.text(max_size=5))
 VALUES = st.recursive(

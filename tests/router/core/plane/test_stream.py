@@ -5,17 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from itertools import pairwise
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.plane.usage import UsageReader
 from tests.oracle.event_lines import EventLines
-from tests.support.native import what_the_compiled_index_lacks
-
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 
 USAGE = b'"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}'
 WORDS = (

@@ -28,11 +28,7 @@ from tests.router.core.plane.harness import (
     serving,
 )
 from tests.router.core.tls.clients import InMemory, hello
-from tests.support.native import what_the_compiled_index_lacks
 
-pytestmark = pytest.mark.skipif(
-    bool(what_the_compiled_index_lacks()), reason="the compiled core was not built"
-)
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 LONG = bytes(range(256)) * 40_000  # 10 MB
 
