@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.doors.asks import Key, Question, new_id, tenant_salt
+from msgspec.structs import replace
+
+from router.doors.asks import Key, Question, TermsReader, new_id, tenant_salt
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
@@ -18,7 +20,7 @@ from router.plane.attempts import Attempt, Failure
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
-from router.routing.terms import Terms, session_in
+from router.routing.terms import Terms
 from router.telemetry.request_observer import RequestObserver, RequestObservers
 
 KEEP_SELECTION_S = 120.0
@@ -69,8 +71,7 @@ class Desk:
     """The queue for room; None: requests do not wait."""
     engine_order: EngineOrder
     reservations: Reservations
-    session_header: bytes
-    """The header that names a client's session, in lower case."""
+    terms: TermsReader
 
     def __post_init__(self) -> None:
         self._selections = _Selections()
@@ -180,17 +181,11 @@ class Desk:
         return await dispatcher.dispatch(None, ask.body, terms, needs_model=False)
 
     def _terms(self, ask: Question) -> Terms:
-        entrance, caller = self.entrance, ask.caller
-        named = "" if entrance is None else entrance.tenant(ask.headers)
+        caller = ask.caller
         salt = tenant_salt(caller, ask.path if ask.endpoint is None else ask.endpoint.value)
-        return Terms(
-            session=session_in(ask.headers, self.session_header),
-            headers=ask.headers,
+        return replace(
+            self.terms.read(caller, ask.headers, salt),
             dp_rank=ask.dp_rank,
-            salt=salt,
-            check_model=caller.check_model,
-            owner=caller.owner,
-            tenant=named or caller.tenant,
             is_eligible=ask.is_eligible,
         )
 

@@ -8,12 +8,13 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, NamedTuple
 
 from kvevents.field_docs import gauge
-from router.errors import NoReplica, QueueFull, QueueTimeout
+from router.errors import NoReplica, QueueFull, QueueTimeout, RequestError
 from router.fleet.line import Line, LineLimits, Waiter
 
 LOOK_S = 0.05
@@ -147,9 +148,8 @@ class WaitingRoom:
         for model, line in list(self._lines.items()):
             expired = line.expired(now)
             self._count()
-            for waiter in expired:
-                self._listener.refused(model, waiter.priority, NoTurn.TIMEOUT)
-                waiter.refuse(self._timeout(model, line, waiter, now))
+            late = [(waiter, self._timeout(model, line, waiter, now)) for waiter in expired]
+            self._refuse(NoTurn.TIMEOUT, late)
         self._let_in()
 
     def forget(self, model: str) -> None:
@@ -159,8 +159,8 @@ class WaitingRoom:
         self._count()
         for waiter in waiting:
             waiter.is_waiting = False
-            self._listener.refused(model, waiter.priority, NoTurn.GONE)
-            waiter.refuse(NoReplica(model, "no replica serves it any more"))
+        gone = NoReplica(model, "no replica serves it any more")
+        self._refuse(NoTurn.GONE, [(waiter, gone) for waiter in waiting])
 
     def statistics(self) -> Mapping[str, Sequence[Waiting]]:
         return {
@@ -203,10 +203,18 @@ class WaitingRoom:
         self, model: str, line: Line, displaced: Sequence[Waiter], newest: Waiter
     ) -> None:
         now = self.clock()
-        for waiter in displaced:
-            self._listener.refused(model, waiter.priority, NoTurn.FULL)
-            if waiter is not newest:
-                waiter.refuse(self._full(model, line, waiter, now))
+        if newest in displaced:
+            self._listener.refused(model, newest.priority, NoTurn.FULL)
+        others = [waiter for waiter in displaced if waiter is not newest]
+        full = [(waiter, self._full(model, line, waiter, now)) for waiter in others]
+        self._refuse(NoTurn.FULL, full)
+
+    def _refuse(self, why: str, refused: Sequence[tuple[Waiter, RequestError]]) -> None:
+        """An error at one leaves none of the others unanswered."""
+        with ExitStack() as refusing:
+            for waiter, error in reversed(refused):
+                self._listener.refused(waiter.model, waiter.priority, why)
+                refusing.callback(waiter.refuse, error)
 
     def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
         wait_s = line.wait_s(waiter, now, behind_all=True)

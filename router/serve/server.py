@@ -37,6 +37,7 @@ from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH, Adopted
+from router.doors.asks import TermsReader
 from router.doors.desk import Desk
 from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
@@ -122,9 +123,10 @@ class RouterApp:
         self._logs_access = service.config.observability.access_log
         paths = ProxiedPaths(service.config.server.extra_paths)
         guard = _guard(service)
-        self.gateway = Gateway(service, guard, paths)
+        terms = _terms_reader(service)
+        self.gateway = Gateway(service, guard, paths, terms)
         self.paths = paths
-        self.desk = _desk(service)
+        self.desk = _desk(service, terms)
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
@@ -156,7 +158,13 @@ def _guard(service: RouterService) -> Guard:
     )
 
 
-def _desk(service: RouterService) -> Desk:
+def _terms_reader(service: RouterService) -> TermsReader:
+    config = service.config
+    session_header = config.policy.session_header.encode()
+    return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
+
+
+def _desk(service: RouterService, terms: TermsReader) -> Desk:
     return Desk(
         service.dispatcher,
         service.observers,
@@ -164,7 +172,7 @@ def _desk(service: RouterService) -> Desk:
         service.entrance,
         EngineOrder(service.config.overload),
         service.reservations,
-        service.config.policy.session_header.encode(),
+        terms,
     )
 
 
@@ -175,7 +183,7 @@ def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     add_error_handlers(app, parts.proxied_paths, router.observers, router.shortages)
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
-    add_route(app, parts, sees_hits)
+    add_route(app, parts, desk.terms, sees_hits)
     add_selection(app, desk, router.config, sees_hits)
     dialects = DialectEndpoints(
         router.config.server, router.admission, router.registry, router.models
@@ -307,7 +315,7 @@ def _control_server(
         service.dispatcher,
         natives,
         check_key if guard.needs_key("client") else None,
-        config.policy.session_header.encode(),
+        app.gateway.terms,
         app.gateway.router.tracer,
         app.gateway.engine_order,
     )

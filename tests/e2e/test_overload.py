@@ -282,7 +282,8 @@ KEYS = {
         "client_api_keys": [
             {"name": "noisy", "key": "noisy-key"},
             {"name": "quiet", "key": "quiet-key"},
-        ]
+        ],
+        "clients_see_hits": True,
     }
 }
 BY_HEADER = {"overload": {"max_in_flight": 8, "tenant_header": "x-tenant"}}
@@ -295,16 +296,19 @@ async def test_a_client_that_is_told_off_by_a_replica_does_not_take_it_from_the_
     """One tenant over its limit there took the replica out for everybody."""
     async with rate_limiting(2, tenants) as (router, stubs):
 
-        async def ask(name: str) -> Answer:
+        async def ask(name: str, path: str = "/v1/completions") -> Answer:
             body = {"model": stubs[0].model, "prompt": [1], "user": name}
             headers = {"authorization": f"Bearer {name}-key", "x-tenant": name}
-            return await router.post("/v1/completions", body, headers)
+            return await router.post(path, body, headers)
 
         refused = [await ask("noisy") for _ in range(4)]
         assert [each.status for each in refused] == [429] * 4
         assert refused[-1].error["code"] == "rate_limit_exceeded"
         assert 1 <= int(refused[-1].headers["retry-after"]) <= 10
         assert [len(stub.requests) for stub in stubs] == [1, 1], "it is left alone"
+        for path in "/route", "/route?explain=true", "/select":
+            told = [(await ask(name, path)).status for name in ("noisy", "quiet")]
+            assert told == [429, 200], path
         served = [await ask("quiet") for _ in range(10)]
         assert [each.status for each in served] == [200] * 10
         assert {each.headers["x-kv-replica"] for each in served} == {one.name for one in stubs}

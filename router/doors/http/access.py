@@ -44,8 +44,7 @@ from router.errors import (
     UnknownPath,
 )
 from router.fleet.limits import KeyUsage
-from router.routing.key_holders import ResponseOwner, TenantSalt
-from router.routing.terms import Terms, session_in
+from router.routing.key_holders import ResponseOwner
 
 logger = logging.getLogger(__name__)
 
@@ -302,14 +301,3 @@ def _is_local(scope: Scope, headers: Headers) -> bool:
     if isinstance(peer, ipaddress.IPv6Address) and peer.ipv4_mapped is not None:
         peer = peer.ipv4_mapped
     return peer is not None and peer.is_loopback and not any(name in headers for name in _FORWARDED)
-
-
-def terms_of(key: Key, headers: Headers, session_header: bytes, salt: TenantSalt | None) -> Terms:
-    """Return what a request's key and headers say of it; its tenant is left out."""
-    return Terms(
-        session=session_in(headers, session_header),
-        headers=headers,
-        salt=salt,
-        check_model=key.check_model,
-        owner=key.owner,
-    )

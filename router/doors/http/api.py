@@ -18,8 +18,8 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.asks import Key, tenant_salt
-from router.doors.http.access import Guard, terms_of
+from router.doors.asks import Key, TermsReader, tenant_salt
+from router.doors.http.access import Guard
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.history_views import HistoryView, history_view
@@ -215,9 +215,7 @@ _EXPLAIN = {
 }
 
 
-def add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
-    session_header = parts.router.config.policy.session_header.encode()
-
+def add_route(app: FastAPI, parts: ApiParts, reader: TermsReader, sees_hits: Access) -> None:
     @app.post(
         "/route",
         **described(
@@ -238,7 +236,7 @@ def add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         counted = nullcontext() if key.usage is None else key.usage.counted()
         with counted, parts.router.admission.buffer() as buffer:
             content = await read_request(request, parts.router.config.server, buffer.add)
-            terms = terms_of(key, headers, session_header, tenant_salt(key, "/route"))
+            terms = reader.read(key, headers, tenant_salt(key, "/route"))
             decision = await parts.router.dispatcher.dispatch(
                 Endpoint.ROUTE, content, terms, encoding_of(headers)
             )

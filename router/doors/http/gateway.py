@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
-from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
-from router.doors.http.access import KEY_HEADERS, Guard, terms_of
+from router.doors.asks import ANONYMOUS, Key, TermsReader, request_id_in, tenant_salt
+from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     check_form,
@@ -44,7 +44,6 @@ from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
-from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneProxy, PlaneRelay
@@ -62,8 +61,6 @@ from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
 from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
-
-MAX_RANK_DIGITS = 5
 
 
 class GatewayParts(Protocol):
@@ -84,16 +81,17 @@ class GatewayParts(Protocol):
 class Gateway:
     """Serves the proxied paths: a `Handler`."""
 
-    def __init__(self, router: GatewayParts, guard: Guard, paths: ProxiedPaths) -> None:
+    def __init__(
+        self, router: GatewayParts, guard: Guard, paths: ProxiedPaths, terms: TermsReader
+    ) -> None:
         config = router.config
-        self.router, self.server, self.guard = router, config.server, guard
+        self.router, self.server, self.guard, self.terms = router, config.server, guard, terms
         # The router's key is for the router only: replicas do not get to see it.
         keys = KEY_HEADERS if guard.needs_key("client") else ()
         self.forwarding = Forwarding(config.server, keys, config.owns_priority)
         self.engine_order = EngineOrder(config.overload)
         self.logs_access = config.observability.access_log
         self._paths = paths
-        self.session_header = config.policy.session_header.encode()
         self._open: set[asyncio.Task[Decision]] = set()
 
     def opens(
@@ -149,22 +147,6 @@ class Gateway:
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             return by_load(None, body, replace(terms, headers=NO_HEADERS), needs_model=False)
         return await self.router.dispatcher.dispatch(None, body, terms, needs_model=needs_model)
-
-    def terms(
-        self,
-        headers: dict[bytes, bytes],
-        key: Key,
-        salt: TenantSalt | None,
-        version: str | None = None,
-    ) -> Terms:
-        entrance = self.router.entrance
-        named = "" if entrance is None else entrance.tenant(headers)
-        return replace(
-            terms_of(key, headers, self.session_header, salt),
-            dp_rank=_rank(headers) if self.server.trust_client_rank else None,
-            tenant=named or key.tenant,
-            version=version,
-        )
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
         """Decide in a task, which is kept until its end."""
@@ -401,7 +383,8 @@ class Passage:
             self._task.add_done_callback(self._decided)
 
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        terms = self._gateway.terms(self._headers, self._key, self._salt, self._version)
+        terms = self._gateway.terms.read(self._key, self._headers, self._salt)
+        terms = replace(terms, version=self._version)
         return self._gateway.decide(self._path, body, terms, self._usage)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
@@ -559,10 +542,3 @@ class Passage:
                 entrance = self._gateway.router.entrance
                 assert entrance is not None
                 entrance.room.over(waiter, tokens)
-
-
-def _rank(headers: dict[bytes, bytes]) -> int | None:
-    """The data-parallel rank that a request asks for; anything else than a number is left to the
-    engine."""
-    given = headers.get(RANK_HEADER, b"")
-    return int(given) if given.isdigit() and len(given) <= MAX_RANK_DIGITS else None

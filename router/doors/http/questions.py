@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from router.config.origin import Header
 from router.doors.asks import Key
-from router.doors.http.access import terms_of
 from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.gateway import Gateway, Passage
 from router.doors.proxied_paths import ProxiedPath, RoutedBy
@@ -57,7 +56,7 @@ class RouteQuestion(Passage):
 
     @override
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        terms = terms_of(self._key, self._headers, self._gateway.session_header, self._salt)
+        terms = self._gateway.terms.read(self._key, self._headers, self._salt)
         dispatch = self._gateway.router.dispatcher.dispatch_now
         return dispatch(Endpoint.ROUTE, body, terms, encoding_of(self._headers))
 

@@ -259,12 +259,11 @@ class KubernetesProvider:
 
         def changed() -> None:
             nonlocal followed, pods
-            pool = pools.objects.get(name)
-            if pool is None:
-                why = pools.unreadable.get(name, "no pool of this name")
-                listener.on_failure(f"InferencePool {name}: {why}")
-            elif not pool.label_selector:
-                listener.on_failure(f"InferencePool {name}: its selector has no labels")
+            pool = _usable_pool(pools, name)
+            if isinstance(pool, str):
+                # Its pods are still followed, and listed anew once it can be used.
+                followed = None
+                listener.on_failure(f"InferencePool {name}: {pool}")
             elif followed is None or pool.spec != followed.spec:
                 if pods is not None:
                     pods.cancel()
@@ -371,6 +370,14 @@ class KubernetesProvider:
                 id=f"{self._config.id_prefix}{place.name}{suffix}",
                 **given,
             )
+
+
+def _usable_pool(pools: Collection[_Pool], name: str) -> _Pool | str:
+    """The pool, or the reason why its pods cannot be followed."""
+    pool = pools.objects.get(name)
+    if pool is None:
+        return pools.unreadable.get(name, "no pool of this name")
+    return pool if pool.label_selector else "its selector has no labels"
 
 
 def _retry() -> Backoff:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from router.config.origin import Header
-from router.doors.asks import ANONYMOUS, Key, tenant_salt
-from router.doors.http.access import terms_of
+from router.doors.asks import ANONYMOUS, Key, TermsReader, tenant_salt
 from router.doors.http.gateway import Begun
 from router.doors.proxied_paths import PREPARED
 from router.errors import RequestError
@@ -82,8 +81,7 @@ class Preparation:
     check_key: Callable[[Mapping[bytes, bytes]], Key] | None
     """Returns the key of a request by its headers, or raises `RequestError`; None: no key is
     needed."""
-    session_header: bytes
-    """The header that names a client's session, in lower case."""
+    terms: TermsReader
     tracer: Tracer | None
     """Begins the trace of each; None where none is recorded."""
     engine_order: EngineOrder
@@ -194,9 +192,9 @@ class Preparation:
         if len(body) > INLINE_BODY_BYTES:
             raise _UnusualRequest
         salt = tenant_salt(key, endpoint.value)
-        terms = terms_of(key, dict(headers), self.session_header, salt)
-        check_model = None if key.usage is None else _check_model(key.usage)
-        terms = replace(terms, tenant=key.tenant, check_model=check_model)
+        terms = self.terms.read(key, dict(headers), salt)
+        if key.usage is not None:
+            terms = replace(terms, check_model=_check_model(key.usage))
         asked = self.dispatcher.read(endpoint, body, terms)
         if not _is_usual(asked):
             raise _UnusualRequest

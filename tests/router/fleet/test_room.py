@@ -128,6 +128,27 @@ async def test_an_error_in_one_refusal_is_not_the_end_of_all_later_ones(place: M
     assert [waiter for waiter, _ in here.refused] == [other]
 
 
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "gone"])
+async def test_an_error_in_one_refusal_leaves_no_other_unanswered(
+    place: MakePlace, is_late: bool
+) -> None:
+    """They are out of the line already: nothing would ever answer them."""
+    here = place()
+    broken, *others = (here.enter(deadline=110.0) for _ in range(3))
+
+    def fails(_error: RequestError) -> None:
+        raise RuntimeError
+
+    broken.refuse = fails
+    here.now = 111.0
+    with pytest.raises(RuntimeError):
+        if is_late:
+            here.room.look()
+        else:
+            here.room.forget("m")
+    assert [waiter for waiter, _ in here.refused] == others
+
+
 async def test_one_that_ends_as_it_starts_does_not_stop_the_others(place: MakePlace) -> None:
     """Its replica refused the connection, for example."""
     here = place()

@@ -12,6 +12,7 @@ import pytest
 from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.overload import OverloadConfig
+from router.doors.asks import TermsReader
 from router.fleet.engine_order import EngineOrder
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
@@ -59,7 +60,8 @@ async def preparation(tmp_path: Path) -> AsyncIterator[Preparation]:
     responses = StoredResponses(_nothing)
     dispatcher = Dispatcher(models, registry, planner, "prefix", responses, large_work)
     order = EngineOrder(OverloadConfig())
-    yield Preparation(dispatcher, None, None, b"x-session-id", None, order)
+    reader = TermsReader(b"x-session-id", None, trusts_rank=False)
+    yield Preparation(dispatcher, None, None, reader, None, order)
     await registry.close()
     models.close()
     large_work.close()

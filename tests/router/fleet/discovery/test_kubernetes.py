@@ -354,6 +354,9 @@ async def test_an_inference_pool_is_followed_when_its_selector_changes() -> None
                 "to the API server it would mean every pod of the namespace"
             )
             assert list(found.urls) == ["sglang-0"]
+            lists = len(found.lists)
+            await server.put(path, pool("sglang", 8000))
+            await eventually(lambda: found.lists[lists:], "it is as before: all is well again")
 
 
 async def test_a_pool_whose_pods_are_followed_no_more_ends_with_the_reason() -> None:
