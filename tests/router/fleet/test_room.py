@@ -128,9 +128,11 @@ async def test_an_error_in_one_refusal_is_not_the_end_of_all_later_ones(place: M
     assert [waiter for waiter, _ in here.refused] == [other]
 
 
-@pytest.mark.parametrize("is_late", [True, False], ids=["late", "gone"])
+@pytest.mark.parametrize(
+    "refuse_all", [WaitingRoom.look, lambda room: room.forget("m")], ids=["late", "gone"]
+)
 async def test_an_error_in_one_refusal_leaves_no_other_unanswered(
-    place: MakePlace, is_late: bool
+    place: MakePlace, refuse_all: Callable[[WaitingRoom], None]
 ) -> None:
     """They are out of the line already: nothing would ever answer them."""
     here = place()
@@ -142,10 +144,7 @@ async def test_an_error_in_one_refusal_leaves_no_other_unanswered(
     broken.refuse = fails
     here.now = 111.0
     with pytest.raises(RuntimeError):
-        if is_late:
-            here.room.look()
-        else:
-            here.room.forget("m")
+        refuse_all(here.room)
     assert [waiter for waiter, _ in here.refused] == others
 
 
