@@ -14,8 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
-QUICK = "CMAKE_UNITY_BUILD=ON;CMAKE_CXX_FLAGS_RELEASE=-O0"
-"""The core is only looked for."""
+QUICK = {
+    "SKBUILD_CMAKE_DEFINE": "CMAKE_UNITY_BUILD=ON;CMAKE_CXX_FLAGS_RELEASE=-O0",
+    "CMAKE_GENERATOR": "Unix Makefiles",
+}
+"""The core is only looked for; and no Ninja is needed, which is not among the dependencies."""
 NOT_SOURCE = shutil.ignore_patterns(
     ".*_cache", ".hypothesis", ".venv*", "*.so", "__pycache__", "build", "dist"
 )
@@ -48,7 +51,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--no-isolation", "--outdir", str(directory), str(directory / "source")]
     done = subprocess.run(
         [sys.executable, "-m", "build", *arguments],
-        env={**os.environ, "SKBUILD_CMAKE_DEFINE": QUICK},
+        env={**os.environ, **QUICK},
         capture_output=True,
         text=True,
         check=False,

@@ -4,7 +4,7 @@
 set -uo pipefail
 
 missing=()
-for pair in redis-server:redis-server promtool:prometheus chromium:chromium systemd-analyze:systemd kubectl:kubernetes-client; do
+for pair in curl:curl redis-server:redis-server promtool:prometheus chromium:chromium systemd-analyze:systemd kubectl:kubernetes-client; do
   command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")
 done
 # By themselves: not every release has them, and one unknown name keeps apt-get from all of them.

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,10 @@ MODEL = "google/gemma-3-12b-it"
 BUILD = (
     "docker build --file deploy/Dockerfile --target router "
     "--tag registry.example/kvroute:0.1.0 --push .\n"
+)
+
+needs_curl = pytest.mark.skipif(
+    shutil.which("curl") is None, reason="curl is not installed (Debian: curl)"
 )
 
 RUN = {
@@ -186,6 +191,7 @@ async def get(port: int, path: str) -> Any:
         return found.raise_for_status().json()
 
 
+@needs_curl
 def test_the_readme_leads_to_a_first_response_without_a_gpu_and_without_an_error(
     shell: Shell,
 ) -> None:
@@ -210,6 +216,7 @@ def test_the_readme_leads_to_a_first_response_without_a_gpu_and_without_an_error
     assert body["choices"][0]["text"]
 
 
+@needs_curl
 async def test_the_quick_start_leads_to_a_correct_prediction(shell: Shell) -> None:
     """And the commands of the README show where prompts go, and what caches hold."""
     port, http, events, replay = (free_port() for _ in range(4))
