@@ -467,6 +467,8 @@ class Plane:
                     what counts the body as held by the core, or None
         prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
+        prepare_question  what a gateway asks for: 0 where a request would go, 1 a replica to send
+                    it to, 2 the same with a reservation; and the body, likewise
         body        a piece, whether it is the last one
         left        the client left before anything was sent on, or placed
         failed      an attempt, before its first byte: how, and why
@@ -489,7 +491,7 @@ class Plane:
         reported    what that gateway reports of it: its id, `first_token`, `output` or `end`, the
                     body, and when
         looked_up   a gateway was answered where a request would go: model, seconds of the
-                    decision; of no exchange
+                    decision, those of the tokens before it or None; of no exchange
         long_prompt such a request has much to compute, and was sent; of no exchange
         running     such a request takes a while, or has its first byte since: the record of
                     `settled`
@@ -573,7 +575,7 @@ class Plane:
         Args:
             more: The body to send or None, the salt or None, session, tenant, fields for the engine
                 and of the response, lengths to keep, whether the client names the model
-                otherwise, and the class of its key or None.
+                otherwise, the class of its key or None, and the name of a gateway's reservation.
         """
     def open(self, id: int) -> None: ...
     def hold_back(self) -> None:

@@ -24,8 +24,9 @@ enum { HEAD, SIZE, DATA, DATA_END, TRAILER, WHOLE };
 
 struct conn {
     int fd, is_busy, is_up;
-    char *out, head[8192];
-    size_t out_length, out_sent, out_room, head_length;
+    char head[8192], own[600];
+    struct iovec out[4]; /* what is left to send: of head, prefix, numbers, tail */
+    size_t out_parts, head_length;
     int state, is_chunked, is_ok, is_stream, matched;
     unsigned long long left, line;
     long long due_us, last_us;
@@ -38,7 +39,8 @@ struct numbers {
 };
 
 static int loop, port, is_over;
-static const char *path, *separator, *tail, **prefixes;
+static const char *path, *separator;
+static struct iovec tail, *prefixes;
 static size_t prefix_count;
 static unsigned long long number, errors, tokens, started;
 static long long next_due_us, interval_ns, begin_us, stop_us;
@@ -61,10 +63,17 @@ static void note(struct numbers *n, long long value) {
 }
 
 static void flush(struct conn *c) {
-    while (c->out_sent < c->out_length) {
-        ssize_t n = send(c->fd, c->out + c->out_sent, c->out_length - c->out_sent, MSG_NOSIGNAL);
+    while (c->out_parts) {
+        struct iovec *first = c->out + 4 - c->out_parts;
+        struct msghdr message = {.msg_iov = first, .msg_iovlen = c->out_parts};
+        ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL);
         if (n < 0) return;
-        c->out_sent += n;
+        for (; c->out_parts && (size_t)n >= first->iov_len; first++, c->out_parts--)
+            n -= first->iov_len;
+        if (c->out_parts) {
+            first->iov_base = (char *)first->iov_base + n;
+            first->iov_len -= n;
+        }
     }
 }
 
@@ -81,28 +90,22 @@ static void connect_again(struct conn *c) {
 }
 
 static void start(struct conn *c, long long due_us) {
-    char middle[64];
-    const char *prefix = prefixes[number % prefix_count];
-    size_t prefix_length = strlen(prefix), tail_length = strlen(tail), need;
-    int m = snprintf(middle, sizeof middle, "%llu%s%llu%s", number % 90000 + 1000, separator,
+    struct iovec *prefix = prefixes + number % prefix_count;
+    char *middle = c->own + 512;
+    int m = snprintf(middle, sizeof c->own - 512, "%llu%s%llu%s", number % 90000 + 1000, separator,
                      number / 90000 + 1000, separator);
+    int h = snprintf(c->own, 512,
+                     "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                     "Content-Length: %zu\r\n\r\n", path, prefix->iov_len + m + tail.iov_len);
     number++;
     started++;
-    need = prefix_length + m + tail_length + 512;
-    if (need > c->out_room) {
-        c->out = realloc(c->out, c->out_room = need);
-        if (!c->out) abort();
-    }
-    c->out_length = snprintf(c->out, 512,
-                             "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                             "Content-Length: %zu\r\n\r\n", path, prefix_length + m + tail_length);
-    memcpy(c->out + c->out_length, prefix, prefix_length);
-    c->out_length += prefix_length;
-    memcpy(c->out + c->out_length, middle, m);
-    c->out_length += m;
-    memcpy(c->out + c->out_length, tail, tail_length);
-    c->out_length += tail_length;
-    c->out_sent = c->head_length = 0;
+    if (h >= 512) abort();
+    c->out[0] = (struct iovec){c->own, h};
+    c->out[1] = *prefix;
+    c->out[2] = (struct iovec){middle, m};
+    c->out[3] = tail;
+    c->out_parts = 4;
+    c->head_length = 0;
     c->state = HEAD;
     c->is_busy = 1;
     c->due_us = c->last_us = due_us;
@@ -234,10 +237,11 @@ static void read_bodies(const char *name) {
     rewind(file);
     data = malloc(size);
     if (!data || fread(data, 1, size, file) != (size_t)size || data[size - 1]) exit(2);
-    tail = data;
+    tail = (struct iovec){data, strlen(data)};
     prefixes = calloc(size, sizeof *prefixes);
-    for (char *at = data + strlen(data) + 1; at < data + size; at += strlen(at) + 1)
-        prefixes[prefix_count++] = at;
+    if (!prefixes) exit(2);
+    for (char *at = data + tail.iov_len + 1; at < data + size; at += strlen(at) + 1)
+        prefixes[prefix_count++] = (struct iovec){at, strlen(at)};
     if (!prefix_count) exit(2);
     fclose(file);
 }

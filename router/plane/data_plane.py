@@ -79,6 +79,14 @@ class PromptPreparer(Protocol):
             headers: Names in lower case; none where they do not matter.
         """
 
+    def prepare_question(self, number: int, kind: int, body: bytes) -> None:
+        """Do the same for a gateway's question.
+
+        Args:
+            kind: 0 asks where a request would go, 1 for a replica to send it to, 2 for the same
+                with a reservation.
+        """
+
     def hand_over(self, number: int) -> Any:
         """Return the state that was made for a request, if any: it is opened."""
 
@@ -104,8 +112,9 @@ class PlaneListener(NamedTuple):
     """Called for a request that ends without a record, and where a client has left."""
     on_handed_over: Callable[[int, FailedFirst], object]
     """Called when a replica did not serve such a request, which goes elsewhere or is opened."""
-    on_looked_up: Callable[[str, float], object]
-    """Called when a gateway's question where a request would go was answered: model, seconds."""
+    on_looked_up: Callable[[str, float, float | None], object]
+    """Called when a gateway's question where a request would go was answered: model, seconds, and
+    those that its tokens took before, if Python made them."""
     on_reserved: Callable[..., None]
     """Called when a gateway's request was placed and booked: the number of its question, and the
     fields of `Plane`'s event. A reservation that is looked up is reported later."""
@@ -151,6 +160,7 @@ class DataPlane:
         return {
             "opened": self._opened,
             "prepare": self.prepares.prepare,
+            "prepare_question": self.prepares.prepare_question,
             "body": self._body,
             "left": self._left,
             "lost": self._lost,

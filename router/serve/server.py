@@ -396,7 +396,9 @@ def _plane(
             sum_bounds=settling.sum_bounds,
             on_left=settling.left,
             on_handed_over=settling.handed_over,
-            on_looked_up=lambda model, seconds: service.metrics.decided(model, None, seconds),
+            on_looked_up=lambda model, routing_s, tokenization_s: service.metrics.decided(
+                model, tokenization_s, routing_s
+            ),
             on_reserved=reserved.made,
             on_reported=functools.partial(take_report, service.reservations),
             on_second_attempt=lambda outcome: service.metrics.second_attempts.labels(outcome).inc(),

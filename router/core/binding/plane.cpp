@@ -128,7 +128,8 @@ void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, 
 }
 
 // A prompt was read. `more`: body, salt, session, tenant, fields that the engine and the response get,
-// lengths to keep, whether the model's name is written into the body, and the class of the key.
+// lengths to keep, whether the model's name is written into the body, the class of the key, and the
+// name of a reservation.
 void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bool is_stream,
            bool is_comparable, double tokenization_s, nb::handle more) {
     Ask ask;
@@ -148,6 +149,7 @@ void place(Plane& plane, ExchangeId id, std::string model, nb::handle tokens, bo
         ask.keep = nb::cast<std::vector<u64>>(nb::object(more[6]));
         ask.is_renamed = nb::cast<bool>(nb::object(more[7]));
         ask.priority_class = nb::cast<std::optional<u64>>(nb::object(more[8]));
+        ask.reservation = nb::cast<std::string>(nb::object(more[9]));
     }
     plane.send({id, std::move(ask)});
 }

@@ -125,6 +125,10 @@ struct AsTuple {
         return nb::make_tuple("prepare", id, static_cast<int>(prepare.path), list_of(prepare.fields),
                               bytes_of(prepare.body));
     }
+    nb::object operator()(const PrepareQuestion& prepare) const {
+        return nb::make_tuple("prepare_question", id, static_cast<int>(prepare.asks),
+                              bytes_of(prepare.body));
+    }
     nb::object operator()(const BodyRead& read) const {
         return nb::make_tuple("body", id, bytes_of(read.piece), read.is_whole);
     }
@@ -184,7 +188,8 @@ struct AsTuple {
             bytes_of(ended.first_usage));
     }
     nb::object operator()(const LookedUp& question) const {
-        return nb::make_tuple("looked_up", id, question.model, question.routing_s);
+        return nb::make_tuple("looked_up", id, question.model, question.routing_s,
+                              question.tokenization_s);
     }
     nb::object operator()(const Reserved& reserved) const {
         nb::list by_tier;

@@ -81,8 +81,6 @@ private:
     };
 
     enum class Shown : u8 { not_yet, waiting, responding };
-    enum class Asks : u8 { to_be_sent, where, for_selection, for_reservation, to_be_noted };
-
     // A second attempt of a request that was decided here, beside one that is late.
     class Second final : public Recipient {
     public:
@@ -129,9 +127,11 @@ private:
     bool has_room();
     bool decide();
     Asks asked();
-    bool is_looked_up();
-    bool is_selected();
-    bool is_reserved();
+    bool is_told();
+    bool is_told(Decider& decider, const Ask& ask, std::shared_ptr<const Model> model);
+    bool is_looked_up(Decider& decider, const Question& question);
+    bool is_selected(Decider& decider, const Question& question);
+    bool is_reserved(Decider& decider, const Question& question);
     bool is_noted();
     enum class Care : u8 { none, prepared, opened };  // who reads it, by its fields
     Care care() const;

@@ -31,7 +31,7 @@ std::shared_ptr<const Model> decided_here(Decider& decider, const std::optional<
 // --- without Python -------------------------------------------------------------------------------
 
 // Classifies the request by its head, before its body has come.
-Client::Asks Client::asked() {
+Asks Client::asked() {
     const Options& options = thread_.options();
     const sv target = head_.origin_form;
     if (target.empty()) return Asks::to_be_sent;
@@ -79,12 +79,7 @@ bool Client::decide() {
     if (care == Care::opened) return false;
     if (asks_ != Asks::to_be_sent) {
         if (care != Care::none) return false;
-        switch (asks_) {
-            case Asks::where: return is_looked_up();
-            case Asks::for_selection: return is_selected();
-            case Asks::for_reservation: return is_reserved();
-            default: return is_noted();
-        }
+        return asks_ == Asks::to_be_noted ? is_noted() : is_told();
     }
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
@@ -107,56 +102,63 @@ Client::Care Client::care() const {
     return found;
 }
 
-// Answers a gateway where a request would go. False: Python does, as for those that speak msgpack.
-bool Client::is_looked_up() {
+// Tells a gateway where its request goes, or has Python read the prompt first. False: Python tells it,
+// as those that speak msgpack.
+bool Client::is_told() {
     Decider* const decider = thread_.decider();
     const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
                            head_.find("content-type").find("msgpack") != sv::npos;
     if (decider == nullptr || is_packed) return false;
-    const std::optional<Ask> ask = read_ask(body_, Form::question);
-    auto model = decided_here(*decider, ask);
-    if (model == nullptr) return false;
-    const double began = clock_now();
-    const std::optional<Answer> answer =
-        decider->look({.ask = *ask, .model = std::move(model), .now = began});
+    const bool is_where = asks_ == Asks::where;
+    const std::optional<Ask> ask = read_ask(body_, is_where ? Form::question : Form::reservation);
+    if (ask) {
+        auto model = decided_here(*decider, ask);
+        return model != nullptr && is_told(*decider, *ask, std::move(model));
+    }
+    was_prepared_ = true;
+    thread_.post(exchange_, PrepareQuestion{asks_, body_});
+    return true;
+}
+
+bool Client::is_told(Decider& decider, const Ask& ask, std::shared_ptr<const Model> model) {
+    Question question{.ask = ask,
+                      .model = std::move(model),
+                      .request_id = head_.find("x-request-id"),
+                      .now = clock_now()};
+    if (asks_ == Asks::where) return is_looked_up(decider, question);
+    if (asks_ == Asks::for_selection) return is_selected(decider, question);
+    return is_reserved(decider, question);
+}
+
+// Answers where a request would go.
+bool Client::is_looked_up(Decider& decider, const Question& question) {
+    const std::optional<Answer> answer = decider.look(question);
     if (!answer) return false;
-    const double routing_s = clock_now() - began;
+    const double routing_s = clock_now() - question.now;
     const Respond respond = json_response(answer_body(*answer, routing_s));
-    thread_.post(0, LookedUp{answer->prediction.model, routing_s});
+    thread_.post(0, LookedUp{answer->prediction.model, routing_s, question.ask.tokenization_s});
     this->respond(respond);
     return true;
 }
 
 // The same for one that sends the request itself. Those with an id, to be booked later, are Python's.
-bool Client::is_selected() {
-    Decider* const decider = thread_.decider();
-    if (decider == nullptr) return false;
-    const std::optional<Ask> ask = read_ask(body_, Form::reservation);
-    auto model = decided_here(*decider, ask);
-    if (model == nullptr || !ask->reservation.empty()) return false;
-    const double began = clock_now();
-    const std::optional<Selection> selection =
-        decider->select({.ask = *ask, .model = std::move(model), .now = began});
+bool Client::is_selected(Decider& decider, const Question& question) {
+    if (!question.ask.reservation.empty()) return false;
+    const std::optional<Selection> selection = decider.select(question);
     if (!selection) return false;
-    const double routing_s = clock_now() - began;
+    const double routing_s = clock_now() - question.now;
     const Respond respond = json_response(selection_body(*selection, reason_of(selection->answer)));
-    thread_.post(0, LookedUp{selection->answer.prediction.model, routing_s});
+    const std::string& name = selection->answer.prediction.model;
+    thread_.post(0, LookedUp{name, routing_s, question.ask.tokenization_s});
     this->respond(respond);
     return true;
 }
 
 // The same, and books the request there.
-bool Client::is_reserved() {
-    Decider* const decider = thread_.decider();
-    if (decider == nullptr) return false;
-    const std::optional<Ask> ask = read_ask(body_, Form::reservation);
-    auto model = decided_here(*decider, ask);
-    if (model == nullptr) return false;
-    const double began = clock_now();
-    std::optional<Reservable> made = decider->reserve({.ask = *ask,
-                                                       .model = std::move(model),
-                                                       .request_id = head_.find("x-request-id"),
-                                                       .now = began});
+bool Client::is_reserved(Decider& decider, const Question& question) {
+    const Ask& ask = question.ask;
+    const double began = question.now;
+    std::optional<Reservable> made = decider.reserve(question);
     if (!made) return false;
     auto reserved = std::make_unique<Reserved>();
     Reserved& record = *reserved;
@@ -164,8 +166,9 @@ bool Client::is_reserved() {
     record.reason = reason_of(made->answer);
     const Respond respond = json_response(selection_body(*made, record.reason));
     const Prediction& prediction = made->answer.prediction;
-    record.so_far = record_of(prediction,
-                              {0, ask->is_stream, true, false, prediction.has_adapter, std::nullopt});
+    record.so_far =
+        record_of(prediction, {0, ask.is_stream, ask.is_comparable, ask.salt.has_value(),
+                               prediction.has_adapter, ask.tokenization_s});
     record.so_far.request_id = std::move(made->request_id);
     record.so_far.began_at = began;
     record.so_far.routing_s = clock_now() - began;
@@ -179,7 +182,7 @@ bool Client::is_reserved() {
         thread_.post(0, LongPromptSent{});
     }
     record.touched_at = clock_now();
-    Reservations& reservations = decider->reservations();
+    Reservations& reservations = decider.reservations();
     if (thread_.sums_up() && !made->is_probe) {
         reservations.keep(std::move(reserved));
     } else {
@@ -277,7 +280,11 @@ sv Client::forwarded_proto() const {
 
 void Client::place(Ask ask) {
     if (stage_ != Stage::deciding || is_opened_) return;
-    if (!is_placed(std::move(ask))) post_opened();
+    Decider* const decider = thread_.decider();
+    const bool is_question = asks_ != Asks::to_be_sent;
+    const bool is_done = is_question ? decider != nullptr && is_told(*decider, ask, nullptr)
+                                     : is_placed(std::move(ask));
+    if (!is_done) post_opened();
 }
 
 void Client::open_to_others() {

@@ -172,6 +172,13 @@ struct Prepare {
     Fields fields;  // empty where they do not matter
     std::string body;
 };
+// What a request is about. The first three questions are gateways' for a replica.
+enum class Asks : u8 { where, for_selection, for_reservation, to_be_sent, to_be_noted };
+// The same of a gateway's question.
+struct PrepareQuestion {
+    Asks asks = Asks::where;
+    std::string body;
+};
 // The client left before anything was forwarded, or placed.
 struct Left {};
 struct Failed {
@@ -247,6 +254,7 @@ struct SecondAttempt {
 struct LookedUp {
     std::string model;
     double routing_s = 0;
+    std::optional<double> tokenization_s;
 };
 
 // A gateway got the replica for a request that it sends itself. The request is booked until the gateway
@@ -281,7 +289,8 @@ struct Running {
 
 struct Event {
     ExchangeId id = 0;
-    std::variant<Opened, Prepare, BodyRead, Left, Failed, NotNow, FirstByte, Progress, Beginning, Ended,
+    std::variant<Opened, Prepare, PrepareQuestion, BodyRead, Left, Failed, NotNow, FirstByte,
+                 Progress, Beginning, Ended,
                  Refused, HandedOver, Running, Settled, Overtaken, SecondAttempt, LongPromptSent,
                  LookedUp, Reserved, Reported> what;
 };

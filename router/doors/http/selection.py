@@ -71,6 +71,19 @@ def _own(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 _OWN_FIELDS = {kind: _own(kind) for kind in (SelectionRequest, ReservationRequest)}
 
+
+def unrestricted_name(body: bytes) -> str | None:
+    """Return the name that a gateway gives its selection or reservation, empty without one; None
+    where it says more, such as where its request may go.
+
+    Raises:
+        BadRequest: The body is malformed.
+    """
+    fields: Any = decode_body(body, _OWN_FIELDS[SelectionRequest])
+    is_restricted = fields.dp_rank is not None or _eligible(fields) is not None
+    return None if is_restricted else fields.selection_id or ""
+
+
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 

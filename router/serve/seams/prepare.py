@@ -15,13 +15,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, TermsReader, tenant_salt
 from router.doors.http.gateway import Begun
+from router.doors.http.selection import unrestricted_name
 from router.doors.proxied_paths import PREPARED
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
@@ -65,6 +66,12 @@ class _HintedPrompt(NamedTuple):
 
     model: Model
     lengths: list[int]
+
+
+_GoOn: TypeAlias = Callable[[TokenizedPrompt, float], None]
+"""Called with a prompt's token ids, and the seconds that they took."""
+_WHERE, _SELECTION, _RESERVATION = range(3)
+"""The kinds of gateways' questions."""
 
 
 class _UnusualRequest(Exception):
@@ -122,19 +129,21 @@ class Preparation:
         except (RequestError, _UnusualRequest):
             self._open(number)
             return
-        started = time.perf_counter()
-        tokenization = self.dispatcher.models.tokenization_of(asked.model)
-        tokenized = tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
-        if tokenized is not None:
-            self._place(number, body, asked, tokenized[0], time.perf_counter() - started)
+        self._tokenize(number, asked, functools.partial(self._place, number, body, asked))
+
+    def prepare_question(self, number: int, kind: int, body: bytes) -> None:
+        """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
+        try:
+            name = "" if kind == _WHERE else unrestricted_name(body)
+            if name is None or (name and kind == _SELECTION):
+                raise _UnusualRequest
+            asked = self._read(Endpoint.ROUTE, ANONYMOUS, [], body)
+            if not self._is_usual_question(kind, asked):
+                raise _UnusualRequest
+        except (RequestError, _UnusualRequest):
+            self._open(number)
             return
-        if tokenization.local is None:
-            self._open(number)  # a replica is asked once, and may keep the caller waiting
-            return
-        self._tokenising.add(number)
-        task = asyncio.get_running_loop().create_task(self._tokenize(number, body, asked))
-        self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._tokenized, number))
+        self._tokenize(number, asked, functools.partial(self._answer, number, name, asked))
 
     def settled(self, number: int, settled: Settled) -> None:
         """A request that was placed has ended."""
@@ -202,12 +211,43 @@ class Preparation:
             self.names.want(asked.spec.model or "")
         return asked
 
-    async def _tokenize(self, number: int, body: bytes, asked: Asked) -> None:
+    def _is_usual_question(self, kind: int, asked: Asked) -> bool:
+        """Return whether the core can answer it: not where the request's body would change."""
+        spec, names = asked.spec, self.names
+        gets_hints = (
+            kind == _RESERVATION
+            and names is not None
+            and names.hint_form(spec.model or asked.model.name) is not None
+        )
+        return (
+            spec.endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
+            and spec.lora_name is None
+            and asked.target is None
+            and not gets_hints
+        )
+
+    def _tokenize(self, number: int, asked: Asked, go_on: _GoOn) -> None:
+        """Have the token ids made, now or in a task; then go on."""
+        started = time.perf_counter()
+        tokenization = self.dispatcher.models.tokenization_of(asked.model)
+        tokenized = tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
+        if tokenized is not None:
+            go_on(tokenized[0], time.perf_counter() - started)
+            return
+        if tokenization.local is None:
+            self._open(number)  # a replica is asked once, and may keep the caller waiting
+            return
+        self._tokenising.add(number)
+        task = asyncio.get_running_loop().create_task(self._tokenize_later(number, asked, go_on))
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._tokenized, number))
+
+    async def _tokenize_later(self, number: int, asked: Asked, go_on: _GoOn) -> None:
         started = time.perf_counter()
         tokenization = self.dispatcher.models.tokenization_of(asked.model)
         (tokenized,) = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
         if number in self._tokenising:
-            self._place(number, body, asked, tokenized, time.perf_counter() - started)
+            go_on(tokenized, time.perf_counter() - started)
 
     def _tokenized(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -252,6 +292,7 @@ class Preparation:
             keep,
             asked.target is not None,
             order,
+            "",
         )
         has_more = any(more) or salt is not None or order is not None
         assert self.plane is not None
@@ -264,6 +305,32 @@ class Preparation:
             is_comparable,
             seconds,
             more if has_more else None,
+        )
+
+    def _answer(
+        self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt, seconds: float
+    ) -> None:
+        """Have the core answer a question.
+
+        Args:
+            name: Of the reservation; empty: it gets one, or there is none.
+        """
+        if not tokenized.exact or not tokenized.token_ids:
+            self._open(number)
+            return
+        spec = asked.spec
+        session = (asked.session or "").encode("utf-8", "surrogatepass")
+        salt = tokenized.cache_salt
+        more = None, salt, session, asked.tenant, (), (), (), False, None, name
+        assert self.plane is not None
+        self.plane.place(
+            number,
+            spec.model or asked.model.name,
+            tokenized.token_ids,
+            spec.stream,
+            spec.choices == 1,
+            seconds,
+            more if any(more) or salt is not None else None,
         )
 
     def _class_of(self, begun: Begun | None) -> int | None:
