@@ -468,7 +468,7 @@ class Plane:
         prepare     the place of its path among those that are prepared, fields if they matter,
                     and the body, which is whole: `place` or `open` follows
         prepare_question  what a gateway asks for: 0 where a request would go, 1 a replica to send
-                    it to, 2 the same with a reservation; and the body, likewise
+                    it to, 2 the same with a reservation; fields and body, likewise
         body        a piece, whether it is the last one
         left        the client left before anything was sent on, or placed
         failed      an attempt, before its first byte: how, and why

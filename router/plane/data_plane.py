@@ -55,6 +55,7 @@ class PlaneOptions:
     route_path: bytes = b""
     select_path: bytes = b""
     reserve_path: bytes = b""
+    asks_with_key: bool = False
     checks_hosts: bool = False
     trusted_proxies: tuple[tuple[str, int], ...] = ()
 
@@ -79,12 +80,13 @@ class PromptPreparer(Protocol):
             headers: Names in lower case; none where they do not matter.
         """
 
-    def prepare_question(self, number: int, kind: int, body: bytes) -> None:
+    def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
         """Do the same for a gateway's question.
 
         Args:
             kind: 0 asks where a request would go, 1 for a replica to send it to, 2 for the same
                 with a reservation.
+            headers: As for `prepare`.
         """
 
     def hand_over(self, number: int) -> Any:

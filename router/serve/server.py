@@ -311,10 +311,12 @@ def _control_server(
             service, service.dispatcher, ranker, reserved, guard.clients_see_hits
         )
     check_key = functools.partial(guard.check, "client", {})
+    check_asker = functools.partial(guard.check, guard.asks_for_hits, {})
     preparation = Preparation(
         service.dispatcher,
         natives,
         check_key if guard.needs_key("client") else None,
+        check_asker if guard.needs_key(guard.asks_for_hits) else None,
         app.gateway.terms,
         app.gateway.router.tracer,
         app.gateway.engine_order,
@@ -412,7 +414,7 @@ def _plane(
 def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     server = service.config.server
     needs_key = app.gateway.guard.needs_key("client")
-    tells_gateways = _tells_gateways(service, app, needs_key)
+    tells_gateways = _tells_gateways(service, app)
     return PlaneOptions(
         head_bytes=server.max_header_bytes,
         max_body_bytes=server.max_body_bytes,
@@ -431,6 +433,7 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
         route_path=Endpoint.ROUTE.value.encode() if tells_gateways else b"",
         select_path=SELECT_PATH.encode() if tells_gateways else b"",
         reserve_path=RESERVE_PATH.encode() if tells_gateways else b"",
+        asks_with_key=app.gateway.guard.needs_key(app.gateway.guard.asks_for_hits),
         prepared_with=prepared_with(service.config),
         opened_with=opened_with(service.config),
         long_prompt_tokens=0 if service.exchange is None else WORTH_PUBLISHING,
@@ -443,12 +446,12 @@ def _plane_options(service: RouterService, app: RouterApp) -> PlaneOptions:
     )
 
 
-def _tells_gateways(service: RouterService, app: RouterApp, needs_key: bool) -> bool:
-    """Return whether the core may answer gateways that ask where a request should go."""
-    config = service.config
+def _tells_gateways(service: RouterService, app: RouterApp) -> bool:
+    """Return whether the core may answer gateways that ask where a request should go. Who may ask
+    without a key from this machine only is known to Python."""
+    config, guard = service.config, app.gateway.guard
     says_all = config.policy.name == LEAST_DELAY and not config.observability.access_log
-    is_open = app.gateway.guard.clients_see_hits and not needs_key
-    return says_all and is_open
+    return says_all and (guard.clients_see_hits or guard.needs_key("operator"))
 
 
 def _hold(service: RouterService, size: int) -> None:

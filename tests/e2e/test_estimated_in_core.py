@@ -23,7 +23,7 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, ask
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
-BY_PYTHON = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a gateway's question is answered in Python."""
 AS_MSGPACK = {"accept": "application/msgpack"}
 """In which Python answers."""

@@ -16,17 +16,21 @@ from tests.support.http_client import Answer, ask
 from tests.support.model_files import write_byte_tokenizer
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
-BY_PYTHON = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a question is answered in Python."""
 PATHS = ("/route", "/select", "/select_and_reserve")
 VARYING = ("selection_id", "cost", "routing_seconds")
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     directory = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(directory)
-    models = [{"name": "spoken", "tokenizer": str(directory)}]
+    return [{"name": "spoken", "tokenizer": str(directory)}]
+
+
+@pytest.fixture(scope="module")
+def router(models: list[dict[str, str]]) -> Iterator[RouterProcess]:
     with router_process({"health": QUICK_HEALTH, "models": models}) as process:
         yield process
 
@@ -175,3 +179,71 @@ async def test_what_is_not_usual_is_left_to_python(
         first = await router.post("/select", body)
         second = await router.post("/select", body, BY_PYTHON)
         assert (first.status, first.body) == (second.status, second.body)
+
+
+CLIENTS = {
+    "client_api_keys": [
+        {"name": "one", "key": "key-of-one"},
+        {"name": "salted", "key": "key-of-salted", "cache_salt": "a-salt"},
+        {"name": "limited", "key": "key-of-limited", "requests_per_minute": 3},
+    ],
+    "clients_see_hits": True,
+}
+OPERATORS = {
+    "operator_api_keys": [{"name": "one", "key": "key-of-one"}],
+    "clients_see_hits": False,
+}
+
+
+@contextlib.asynccontextmanager
+async def with_keys(
+    models: list[dict[str, str]], keys: dict[str, Any]
+) -> AsyncIterator[tuple[RouterProcess, dict[str, Any]]]:
+    """A router whose gateways need keys, and a question; 640 of its 641 tokens are cached."""
+    async with EngineStub("spoken", has_events=True) as stub:
+        stub.store(list(range(640)))
+        replicas = [{"url": stub.url, "id": stub.name}]
+        config = {"health": QUICK_HEALTH, "models": models, "replicas": replicas}
+        with router_process({**config, "server": keys}) as router:
+            yield router, {"model": "spoken", "token_ids": [*range(640), 1]}
+
+
+def with_key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+@pytest.mark.parametrize("keys", [CLIENTS, OPERATORS], ids=["clients", "operators"])
+@pytest.mark.parametrize("session", [{}, {"x-session-id": "a session"}], ids=["none", "session"])
+async def test_a_gateway_with_a_key_is_answered_as_by_python(
+    models: list[dict[str, str]], keys: dict[str, Any], session: dict[str, str]
+) -> None:
+    """Its key is checked first, by Python."""
+    async with with_keys(models, keys) as (router, body):
+        headers = {**with_key("one"), **session}
+        for path in "/route", "/select":
+            found = await router.post(path, body, headers)
+            while found.status != 200 or not may_be_of_core(found) or b"640 of" not in found.body:
+                found = await router.post(path, body, headers)
+            other = await router.post(path, body, {**headers, **BY_PYTHON})
+            assert not may_be_of_core(other)
+            seen = [dict(each.json) for each in (found, other)]
+            for each in seen:
+                each.pop("routing_seconds", None)
+            assert seen[0] == seen[1]
+            wrong = await router.post(path, body, with_key("nobody"))
+            assert (wrong.status, wrong.error["code"]) == (401, "invalid_api_key")
+
+
+async def test_what_a_key_brings_counts_in_questions(models: list[dict[str, str]]) -> None:
+    """A salt shares nothing, and is to be set; limits hold."""
+    async with with_keys(models, CLIENTS) as (router, body):
+        found = await router.post("/select", body, with_key("one"))
+        while found.status != 200 or b"640 of" not in found.body:
+            found = await router.post("/select", body, with_key("one"))
+        salted = await router.post("/route", body, with_key("salted"))
+        assert salted.json["hit"]["cached_tokens"] == 0
+        told = (await router.post("/select", body, with_key("salted"))).json
+        assert told["hit"]["cached_tokens"] == 0
+        assert told["body_fields"]["cache_salt"]
+        limited = [await router.post("/route", body, with_key("limited")) for _ in range(5)]
+        assert [each.status for each in limited] == [200, 200, 200, 429, 429]

@@ -14,7 +14,7 @@ from tests.support.engine_stub import EngineStub, engines, prompt_ids
 from tests.support.http_client import Answer, ask, connect, encoded, request_bytes
 from tests.support.router_process import QUICK_HEALTH, Metrics, RouterProcess, router_process
 
-BY_PYTHON = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a question is answered in Python."""
 PATH = "/select_and_reserve"
 BOUNDED = {"health": QUICK_HEALTH, "doors": {"max_reservations": 3, "reservation_idle_s": 0.5}}

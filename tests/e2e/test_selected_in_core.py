@@ -15,7 +15,7 @@ from tests.support.blocks import FULL, mamba, window
 from tests.support.engine_stub import EngineStub, engines, prompt_ids
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
-BY_PYTHON = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a question is answered in Python."""
 UNCACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
 LAYOUTS = {

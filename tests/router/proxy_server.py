@@ -125,7 +125,7 @@ class NothingPrepared:
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
         raise AssertionError("nothing is decided by the data plane here")
 
-    def prepare_question(self, number: int, kind: int, body: bytes) -> None:
+    def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
         raise AssertionError("nothing is decided by the data plane here")
 
     def hand_over(self, number: int) -> None:

@@ -60,6 +60,7 @@ void take_prepared(nb::dict from, Options& options) {
     options.route_path = text_of(from["route_path"]);
     options.select_path = text_of(from["select_path"]);
     options.reserve_path = text_of(from["reserve_path"]);
+    options.asks_with_key = nb::cast<bool>(from["asks_with_key"]);
     for (nb::handle each : from["prepared_with"]) options.prepared_with.add(text_of(each));
     for (nb::handle each : from["opened_with"]) options.opened_with.add(text_of(each));
     for (nb::handle each : from["trusted_proxies"]) {

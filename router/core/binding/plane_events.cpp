@@ -127,7 +127,7 @@ struct AsTuple {
     }
     nb::object operator()(const PrepareQuestion& prepare) const {
         return nb::make_tuple("prepare_question", id, static_cast<int>(prepare.asks),
-                              bytes_of(prepare.body));
+                              list_of(prepare.fields), bytes_of(prepare.body));
     }
     nb::object operator()(const BodyRead& read) const {
         return nb::make_tuple("body", id, bytes_of(read.piece), read.is_whole);

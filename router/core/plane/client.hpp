@@ -127,7 +127,7 @@ private:
     bool has_room();
     bool decide();
     Asks asked();
-    bool is_told();
+    bool is_told(bool is_plain);
     bool is_told(Decider& decider, const Ask& ask, std::shared_ptr<const Model> model);
     bool is_looked_up(Decider& decider, const Question& question);
     bool is_selected(Decider& decider, const Question& question);

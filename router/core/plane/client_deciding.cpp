@@ -78,8 +78,8 @@ bool Client::decide() {
     const Care care = this->care();
     if (care == Care::opened) return false;
     if (asks_ != Asks::to_be_sent) {
-        if (care != Care::none) return false;
-        return asks_ == Asks::to_be_noted ? is_noted() : is_told();
+        const bool is_plain = care == Care::none && !thread_.options().asks_with_key;
+        return asks_ == Asks::to_be_noted ? is_plain && is_noted() : is_told(is_plain);
     }
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
@@ -102,21 +102,24 @@ Client::Care Client::care() const {
     return found;
 }
 
-// Tells a gateway where its request goes, or has Python read the prompt first. False: Python tells it,
-// as those that speak msgpack.
-bool Client::is_told() {
+// Tells a gateway where its request goes, or has Python read the question first: words, and those whose
+// fields matter. False: Python tells it, as those that speak msgpack, and those whose reservations are
+// a key's.
+bool Client::is_told(bool is_plain) {
     Decider* const decider = thread_.decider();
     const bool is_packed = head_.find("accept").find("msgpack") != sv::npos ||
                            head_.find("content-type").find("msgpack") != sv::npos;
     if (decider == nullptr || is_packed) return false;
-    const bool is_where = asks_ == Asks::where;
-    const std::optional<Ask> ask = read_ask(body_, is_where ? Form::question : Form::reservation);
-    if (ask) {
-        auto model = decided_here(*decider, ask);
-        return model != nullptr && is_told(*decider, *ask, std::move(model));
+    if (!is_plain && asks_ == Asks::for_reservation) return false;
+    if (is_plain) {
+        const Form form = asks_ == Asks::where ? Form::question : Form::reservation;
+        if (const std::optional<Ask> ask = read_ask(body_, form)) {
+            auto model = decided_here(*decider, ask);
+            return model != nullptr && is_told(*decider, *ask, std::move(model));
+        }
     }
     was_prepared_ = true;
-    thread_.post(exchange_, PrepareQuestion{asks_, body_});
+    thread_.post(exchange_, PrepareQuestion{asks_, is_plain ? Fields() : fields(), body_});
     return true;
 }
 

@@ -177,6 +177,7 @@ enum class Asks : u8 { where, for_selection, for_reservation, to_be_sent, to_be_
 // The same of a gateway's question.
 struct PrepareQuestion {
     Asks asks = Asks::where;
+    Fields fields;  // empty where they do not matter
     std::string body;
 };
 // The client left before anything was forwarded, or placed.
@@ -322,6 +323,7 @@ struct Options {
     std::string route_path;
     std::string select_path;     // where they ask for a replica to send one to; likewise
     std::string reserve_path;    // where they have one booked, and report on it; likewise
+    bool asks_with_key = false;  // who asks there needs a key
     u64 long_prompt_tokens = 0;  // to be computed, from which on `LongPromptSent` is posted; 0: never
     bool checks_hosts = false;  // the Host header must be one of `Hosts`
     Networks trusted_proxies;   // their x-forwarded-for and -proto are believed

@@ -72,6 +72,8 @@ _GoOn: TypeAlias = Callable[[TokenizedPrompt, float], None]
 """Called with a prompt's token ids, and the seconds that they took."""
 _WHERE, _SELECTION, _RESERVATION = range(3)
 """The kinds of gateways' questions."""
+_RESERVED_FORMS = (Endpoint.COMPLETIONS, Endpoint.CHAT)
+_ASKED_FORMS = (*_RESERVED_FORMS, Endpoint.ROUTE)
 
 
 class _UnusualRequest(Exception):
@@ -88,6 +90,8 @@ class Preparation:
     check_key: Callable[[Mapping[bytes, bytes]], Key] | None
     """Returns the key of a request by its headers, or raises `RequestError`; None: no key is
     needed."""
+    check_asker: Callable[[Mapping[bytes, bytes]], Key] | None
+    """The same for the key of a gateway that asks where a request goes."""
     terms: TermsReader
     tracer: Tracer | None
     """Begins the trace of each; None where none is recorded."""
@@ -131,14 +135,15 @@ class Preparation:
             return
         self._tokenize(number, asked, functools.partial(self._place, number, body, asked))
 
-    def prepare_question(self, number: int, kind: int, body: bytes) -> None:
+    def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
         """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
         try:
+            key = ANONYMOUS if self.check_asker is None else self.check_asker(dict(headers))
             name = "" if kind == _WHERE else unrestricted_name(body)
             if name is None or (name and kind == _SELECTION):
                 raise _UnusualRequest
-            asked = self._read(Endpoint.ROUTE, ANONYMOUS, [], body)
-            if not self._is_usual_question(kind, asked):
+            asked = self._read(Endpoint.ROUTE, key, headers, body)
+            if not self._is_usual_question(kind, asked, key):
                 raise _UnusualRequest
         except (RequestError, _UnusualRequest):
             self._open(number)
@@ -211,20 +216,21 @@ class Preparation:
             self.names.want(asked.spec.model or "")
         return asked
 
-    def _is_usual_question(self, kind: int, asked: Asked) -> bool:
-        """Return whether the core can answer it: not where the request's body would change."""
-        spec, names = asked.spec, self.names
-        gets_hints = (
-            kind == _RESERVATION
-            and names is not None
-            and names.hint_form(spec.model or asked.model.name) is not None
-        )
-        return (
-            spec.endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
-            and spec.lora_name is None
-            and asked.target is None
-            and not gets_hints
-        )
+    def _is_usual_question(self, kind: int, asked: Asked, key: Key) -> bool:
+        """Return whether the core can answer it: not where it is traced or counted, nor where the
+        gateway is told to change its request's body."""
+        spec = asked.spec
+        if self.tracer is not None or key.usage is not None or asked.target is not None:
+            return False
+        if kind == _SELECTION and key.cache_salt is not None:
+            return False
+        if kind == _RESERVATION and self._gets_hints(spec.model or asked.model.name):
+            return False
+        forms = _RESERVED_FORMS if kind == _RESERVATION else _ASKED_FORMS
+        return spec.endpoint in forms and spec.lora_name is None
+
+    def _gets_hints(self, name: str) -> bool:
+        return self.names is not None and self.names.hint_form(name) is not None
 
     def _tokenize(self, number: int, asked: Asked, go_on: _GoOn) -> None:
         """Have the token ids made, now or in a task; then go on."""

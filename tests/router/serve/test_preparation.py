@@ -61,7 +61,7 @@ async def preparation(tmp_path: Path) -> AsyncIterator[Preparation]:
     dispatcher = Dispatcher(models, registry, planner, "prefix", responses, large_work)
     order = EngineOrder(OverloadConfig())
     reader = TermsReader(b"x-session-id", None, trusts_rank=False)
-    yield Preparation(dispatcher, None, None, reader, None, order)
+    yield Preparation(dispatcher, None, None, None, reader, None, order)
     await registry.close()
     models.close()
     large_work.close()
