@@ -349,8 +349,10 @@ class RequestObserver(ProxyObserver):
     @override
     def on_tried(self, failed: FailedFirst) -> tuple[Failure, bool]:
         found = self._of_all.kind_of(failed)
-        self.request.attempts += 1
-        self.request.last_failure = found.value
+        request = self.request
+        request.attempts += 1
+        request.last_failure = found.value
+        request.arrived_at = round(request.arrived_at - failed.seconds, 3)
         return found, not self._of_all.replicas.is_healthy(failed.replica)
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -81,6 +82,24 @@ async def test_all_that_wait_at_a_replica_that_dies_go_elsewhere(headers: Header
         go.set()
         found = await asyncio.gather(*requests)
     assert collections.Counter(each.status for each in found) == {200: 12}
+
+
+async def test_it_is_logged_when_it_came(headers: Headers) -> None:
+    """Its time is the client's, and not only that at the replica that served it."""
+    go = asyncio.Event()
+    async with scene(2) as (router, (dying, other)):
+        await until_busy(router, other)
+        dying.behaviour = after(go, hang_up)
+        began = time.time()
+        request = asyncio.create_task(posted(router, body_for(dying, 1), headers))
+        await eventually(lambda: dying.active == 1 and time.time() > began + 0.3, "it waits there")
+        go.set()
+        found = await request
+        assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
+        (entry,) = (await router.get("/requests?limit=1")).json["requests"]
+        assert entry["attempts"] == 2
+        ended_at = entry["arrived_at"] + entry["total_ms"] / 1000
+        assert entry["arrived_at"] < began + 0.3 < ended_at < time.time() + 0.01
 
 
 async def test_what_is_served_makes_room_for_retries(headers: Headers) -> None:
