@@ -139,11 +139,9 @@ class Preparation:
         """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
         try:
             key = ANONYMOUS if self.check_asker is None else self.check_asker(dict(headers))
-            name = "" if kind == _WHERE else unrestricted_name(body)
-            if name is None or (name and kind == _SELECTION):
-                raise _UnusualRequest
             asked = self._read(Endpoint.ROUTE, key, headers, body)
-            if not self._is_usual_question(kind, asked, key):
+            name = "" if kind == _WHERE else unrestricted_name(body)
+            if name is None or not self._is_usual_question(kind, name, asked, key):
                 raise _UnusualRequest
         except (RequestError, _UnusualRequest):
             self._open(number)
@@ -216,13 +214,13 @@ class Preparation:
             self.names.want(asked.spec.model or "")
         return asked
 
-    def _is_usual_question(self, kind: int, asked: Asked, key: Key) -> bool:
+    def _is_usual_question(self, kind: int, name: str, asked: Asked, key: Key) -> bool:
         """Return whether the core can answer it: not where it is traced or counted, nor where the
-        gateway is told to change its request's body."""
+        gateway is told to change its request's body, nor a selection that is to be kept."""
         spec = asked.spec
         if self.tracer is not None or key.usage is not None or asked.target is not None:
             return False
-        if kind == _SELECTION and key.cache_salt is not None:
+        if kind == _SELECTION and (name or key.cache_salt is not None):
             return False
         if kind == _RESERVATION and self._gets_hints(spec.model or asked.model.name):
             return False
