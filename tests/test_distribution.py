@@ -135,6 +135,22 @@ def test_without_a_compiler_one_is_fetched_from_pypi(tmp_path: Path) -> None:
     assert "ziglang" in _required(tmp_path, _ASK).stdout
 
 
+def test_what_pypis_compiler_makes_runs_on_other_processors(tmp_path: Path) -> None:
+    """By itself it compiles for the one that it runs on: an image that was built on a newer machine
+    ended with an illegal instruction."""
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    (tmp_path / "ziglang" / "__main__.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    script = ROOT / "router" / "core" / "compiler.cmake"
+    options = ("-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", f"-DPython_EXECUTABLE={sys.executable}")
+    cmake = Path(sys.executable).with_name("cmake")
+    subprocess.run([cmake, *options, "-P", script], check=True, cwd=tmp_path, env=environment)
+    compiler = tmp_path / "zig" / "c++"
+    said = subprocess.check_output([compiler, "a.cpp"], text=True, env=environment)
+    assert said == "c++ -mcpu=baseline a.cpp\n"
+
+
 def test_a_compiler_that_is_named_is_used(tmp_path: Path) -> None:
     """Nobody who has one should load 90 MB."""
     assert "ziglang" not in _required(tmp_path, _ASK, CXX="c++").stdout

@@ -20,9 +20,11 @@ if(NOT CMAKE_CXX_COMPILER AND NOT DEFINED ENV{CXX})
     if(failed)
       message(FATAL_ERROR "no C++ compiler: install g++ or clang, or ziglang from PyPI")
     endif()
-    foreach(name c++ ar ranlib)
+    # By itself it compiles for this very processor, and what is built may run on others.
+    foreach(command "c++ -mcpu=baseline" ar ranlib)
+      string(REGEX MATCH "^[^ ]+" name "${command}")
       file(WRITE ${CMAKE_BINARY_DIR}/zig/${name}
-        "#!/bin/sh\nexec '${KVROUTE_PYTHON}' -m ziglang ${name} \"$@\"\n")
+        "#!/bin/sh\nexec '${KVROUTE_PYTHON}' -m ziglang ${command} \"$@\"\n")
       file(CHMOD ${CMAKE_BINARY_DIR}/zig/${name}
         PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
     endforeach()
