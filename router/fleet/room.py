@@ -159,8 +159,8 @@ class WaitingRoom:
         self._count()
         for waiter in waiting:
             waiter.is_waiting = False
-        gone = NoReplica(model, "no replica serves it any more")
-        self._refuse(NoTurn.GONE, [(waiter, gone) for waiter in waiting])
+        rule = "no replica serves it any more"
+        self._refuse(NoTurn.GONE, [(waiter, NoReplica(model, rule)) for waiter in waiting])
 
     def statistics(self) -> Mapping[str, Sequence[Waiting]]:
         return {
@@ -213,8 +213,8 @@ class WaitingRoom:
         """An error at one leaves none of the others unanswered."""
         with ExitStack() as refusing:
             for waiter, error in reversed(refused):
-                self._listener.refused(waiter.model, waiter.priority, why)
                 refusing.callback(waiter.refuse, error)
+                refusing.callback(self._listener.refused, waiter.model, waiter.priority, why)
 
     def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
         wait_s = line.wait_s(waiter, now, behind_all=True)

@@ -129,17 +129,23 @@ async def test_words_are_answered_as_by_python(router: RouterProcess, path: str)
     await router.until_idle()
 
 
-async def test_tokens_of_words_are_counted_and_timed(router: RouterProcess) -> None:
-    """Operators see how long a tokenizer takes, also where only gateways ask."""
+@pytest.mark.parametrize("path", PATHS)
+async def test_tokens_of_words_are_counted_and_timed(router: RouterProcess, path: str) -> None:
+    """Operators see how long a tokenizer takes, also where only gateways ask, and many of them."""
     async with spoken(router, 1):
         before = await router.metrics()
-        await asked(router, "/route", {"model": "spoken", "prompt": "how far?"})
+        bodies = ({"model": "spoken", "prompt": f"how far is {number}?"} for number in range(40))
+        answers = [await router.post(path, body) for body in bodies]
+        assert all(may_be_of_core(answer) for answer in answers)
+        ids = [answer.json.get("selection_id") for answer in answers]
+        for name in filter(None, ids):  # together, so that they are told of in a sum
+            assert (await ask(router.port, "DELETE", f"/reservations/{name}")).status == 200
         await router.until(
             lambda now: all(
-                now.sum(name) == before.sum(name) + 1
+                now.sum(name) == before.sum(name) + 40
                 for name in ("kvroute_tokenization_seconds_count", "kvroute_routing_seconds_count")
             ),
-            "it is counted",
+            "all are counted",
         )
 
 
@@ -250,5 +256,7 @@ async def test_what_a_key_brings_counts_in_questions(models: list[dict[str, str]
         told = (await router.post("/select", body, with_key("salted"))).json
         assert told["hit"]["cached_tokens"] == 0
         assert told["body_fields"]["cache_salt"]
+        two_types = {**with_key("salted"), "Content-Type": "text/plain"}
+        assert (await router.post("/route", body, two_types)).status == 400
         limited = [await router.post("/route", body, with_key("limited")) for _ in range(5)]
         assert [each.status for each in limited] == [200, 200, 200, 429, 429]

@@ -237,7 +237,7 @@ bool Client::is_summed(const Reserved& reserved, const ReportBody& last, bool wa
         usage = plain_usage(ended);
         if (!usage || was_alone || !reserved.by_tier.empty()) return false;
     }
-    if (!last.is_whole || of.estimate_trust != 0) return false;
+    if (!last.is_whole || of.estimate_trust != 0 || of.asked.tokenization_s) return false;
     const double seconds = now - of.began_at;
     return thread_.sum({.model = of.model,
                         .replica = of.replica,

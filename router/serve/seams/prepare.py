@@ -138,15 +138,15 @@ class Preparation:
     def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
         """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
         try:
-            key = ANONYMOUS if self.check_asker is None else self.check_asker(dict(headers))
+            key = self._asker(kind, headers)
             asked = self._read(Endpoint.ROUTE, key, headers, body)
             name = "" if kind == _WHERE else unrestricted_name(body)
-            if name is None or not self._is_usual_question(kind, name, asked, key):
+            if name is None or not _is_usual_question(kind, name, asked):
                 raise _UnusualRequest
         except (RequestError, _UnusualRequest):
             self._open(number)
             return
-        self._tokenize(number, asked, functools.partial(self._answer, number, name, asked))
+        self._tokenize(number, asked, functools.partial(self._answer, number, kind, name, asked))
 
     def settled(self, number: int, settled: Settled) -> None:
         """A request that was placed has ended."""
@@ -189,15 +189,23 @@ class Preparation:
         if self.check_key is None:
             return ANONYMOUS
         key = self.check_key(dict(headers))
-        types = sum(name == b"content-type" for name, _ in headers)
-        if types > 1 and (key.usage is not None or key.cache_salt is not None):
-            raise _UnusualRequest  # an engine must read the body as the router does
+        _check_content_type(key, headers)
         if key.usage is not None:
             if not key.usage.may_enter():
                 raise _UnusualRequest
             key.usage.enter()
             self._begun.setdefault(number, Begun()).usage = key.usage
         self._begun.setdefault(number, Begun()).key = key
+        return key
+
+    def _asker(self, kind: int, headers: list[Header]) -> Key:
+        """Check a gateway's key, and that the core can answer: not where questions are traced or
+        counted, nor where the gateway is told to set the salt of its key."""
+        key = ANONYMOUS if self.check_asker is None else self.check_asker(dict(headers))
+        _check_content_type(key, headers)
+        is_told_salt = kind == _SELECTION and key.cache_salt is not None
+        if self.tracer is not None or key.usage is not None or is_told_salt:
+            raise _UnusualRequest
         return key
 
     def _read(self, endpoint: Endpoint, key: Key, headers: list[Header], body: bytes) -> Asked:
@@ -213,22 +221,6 @@ class Preparation:
         if asked.lora_name is not None and self.names is not None:
             self.names.want(asked.spec.model or "")
         return asked
-
-    def _is_usual_question(self, kind: int, name: str, asked: Asked, key: Key) -> bool:
-        """Return whether the core can answer it: not where it is traced or counted, nor where the
-        gateway is told to change its request's body, nor a selection that is to be kept."""
-        spec = asked.spec
-        if self.tracer is not None or key.usage is not None or asked.target is not None:
-            return False
-        if kind == _SELECTION and (name or key.cache_salt is not None):
-            return False
-        if kind == _RESERVATION and self._gets_hints(spec.model or asked.model.name):
-            return False
-        forms = _RESERVED_FORMS if kind == _RESERVATION else _ASKED_FORMS
-        return spec.endpoint in forms and spec.lora_name is None
-
-    def _gets_hints(self, name: str) -> bool:
-        return self.names is not None and self.names.hint_form(name) is not None
 
     def _tokenize(self, number: int, asked: Asked, go_on: _GoOn) -> None:
         """Have the token ids made, now or in a task; then go on."""
@@ -312,17 +304,28 @@ class Preparation:
         )
 
     def _answer(
-        self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt, seconds: float
+        self,
+        number: int,
+        kind: int,
+        name: str,
+        asked: Asked,
+        tokenized: TokenizedPrompt,
+        seconds: float,
     ) -> None:
-        """Have the core answer a question.
+        """Have the core answer a question, unless the gateway is told to set hints.
 
         Args:
             name: Of the reservation; empty: it gets one, or there is none.
         """
-        if not tokenized.exact or not tokenized.token_ids:
+        spec = asked.spec
+        gets_hints = (
+            kind == _RESERVATION
+            and self.names is not None
+            and self.names.hint_form(spec.model or asked.model.name) is not None
+        )
+        if not tokenized.exact or not tokenized.token_ids or gets_hints:
             self._open(number)
             return
-        spec = asked.spec
         session = (asked.session or "").encode("utf-8", "surrogatepass")
         salt = tokenized.cache_salt
         more = None, salt, session, asked.tenant, (), (), (), False, None, name
@@ -392,6 +395,22 @@ def _is_usual(asked: Asked) -> bool:
         and not spec.has_report_mode
         and bool(spec.model or not asked.model.aliases)
     )
+
+
+def _is_usual_question(kind: int, name: str, asked: Asked) -> bool:
+    """Return whether the core can answer it: not a selection that is to be kept, nor where the
+    gateway is told to change its request's body."""
+    forms = _RESERVED_FORMS if kind == _RESERVATION else _ASKED_FORMS
+    is_kept = kind == _SELECTION and bool(name)
+    spec = asked.spec
+    return not is_kept and spec.endpoint in forms and not spec.lora_name and asked.target is None
+
+
+def _check_content_type(key: Key, headers: list[Header]) -> None:
+    """Leave a body to be refused that an engine might not read as the router does."""
+    types = sum(name == b"content-type" for name, _ in headers)
+    if types > 1 and (key.usage is not None or key.cache_salt is not None):
+        raise _UnusualRequest
 
 
 def _check_model(usage: KeyUsage) -> Callable[[str], None]:
