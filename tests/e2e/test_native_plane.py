@@ -175,6 +175,30 @@ async def test_what_needs_words_is_read_in_python_and_decided_in_the_core(
         assert (request["actual"] is None) == ("n" in fields)
 
 
+@pytest.mark.parametrize("path", ["/route", "/select"])
+async def test_the_core_answers_where_a_request_would_go_that_gets_hints(
+    router: RouterProcess, path: str
+) -> None:
+    """Hints change what is sent, not where. A reservation says them, so it is Python's."""
+
+    async def read_in_python() -> float:
+        return (await router.metrics()).sum("kvroute_tokenization_seconds_count")
+
+    async with EngineStub("told", has_events=True) as stub, router.serving(stub):
+        body = {"model": stub.model, "token_ids": prompt_ids(600, 3)}
+        while True:
+            before = await read_in_python()
+            found = await router.post(path, body)
+            if await read_in_python() == before and found.status == 200:
+                break
+        other = await router.post(path, body, {"x-vllm-priority": "0"})
+        assert await read_in_python() == before + 1
+        answers = [dict(each.json) for each in (found, other)]
+        for each in answers:
+            each.pop("routing_seconds", None)
+        assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     "fields", [{"prompt": [[1, 2], [3]]}, {"prompt": [1], "prompt_logprobs": 1}], ids=str
 )

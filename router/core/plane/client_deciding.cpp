@@ -19,10 +19,10 @@ Respond json_response(std::string body) {
     return made;
 }
 
-// The model of a request that can be decided here. Null: it is unknown, or Python reads the request
+// The model of a request that can be sent from here. Null: it is unknown, or Python reads the request
 // first.
-std::shared_ptr<const Model> decided_here(Decider& decider, const std::optional<Ask>& ask) {
-    auto model = ask ? decider.model(ask->model) : nullptr;
+std::shared_ptr<const Model> sent_here(Decider& decider, const Ask& ask) {
+    auto model = decider.model(ask.model);
     return model != nullptr && model->is_read_first ? nullptr : model;
 }
 
@@ -84,7 +84,7 @@ bool Client::decide() {
     Decider* const decider = thread_.decider();
     if (path_ == 0 && decider != nullptr && care == Care::none) {
         std::optional<Ask> ask = read_ask(body_);
-        auto model = decided_here(*decider, ask);
+        auto model = ask ? sent_here(*decider, *ask) : nullptr;
         if (model != nullptr) return is_placed(std::move(*ask), std::move(model));
     }
     prepare(care == Care::prepared);
@@ -114,7 +114,8 @@ bool Client::is_told(bool is_plain) {
     if (is_plain) {
         const Form form = asks_ == Asks::where ? Form::question : Form::reservation;
         if (const std::optional<Ask> ask = read_ask(body_, form)) {
-            auto model = decided_here(*decider, ask);
+            auto model = asks_ == Asks::for_reservation ? sent_here(*decider, *ask)
+                                                        : decider->model(ask->model);
             return model != nullptr && is_told(*decider, *ask, std::move(model));
         }
     }
