@@ -35,7 +35,6 @@ from tests.support.router_process import RouterProcess, router_process
 
 _MIB = 1024 * 1024
 _SLICE_S = 10.0
-_TEXT_SHARE = 0.2
 _STREAM_SHARE = 0.2
 
 
@@ -87,10 +86,10 @@ class Pods:
         connection.close()
 
 
-def _kinds() -> list[tuple[float, Prompts]]:
+def _kinds(text_share: float) -> list[tuple[float, Prompts]]:
     """Prompts, and the share of the time for which each kind is sent."""
     found = []
-    for share, prompts in ((1 - _TEXT_SHARE, id_prompts), (_TEXT_SHARE, text_prompts)):
+    for share, prompts in ((1 - text_share, id_prompts), (text_share, text_prompts)):
         found.append((share * (1 - _STREAM_SHARE), prompts(1)))
         found.append((share * _STREAM_SHARE, prompts(1, stream=True)))
     return found
@@ -120,7 +119,7 @@ def _config(
 
 
 def _run(router: RouterProcess, pods: Pods, programs: Path, options: argparse.Namespace) -> None:
-    kinds, slices = _kinds(), [_seen(router, pods, 0, 0)]
+    kinds, slices = _kinds(options.text_share), [_seen(router, pods, 0, 0)]
     requests = errors = 0
     while requests < options.requests:
         for share, prompts in kinds:
@@ -167,6 +166,7 @@ def main() -> None:
     add("--requests", type=int, default=1_000_000)
     add("--concurrency", type=int, default=32)
     add("--replicas", type=int, default=8)
+    add("--text-share", type=float, default=0.2, help="of the time for which chats are sent")
     add("--evict", type=float, default=20_000, help="blocks stored and removed a second; 0: none")
     add("--pods", type=int, default=4, help="replicas that come and go")
     add("--pod-s", type=float, default=0.5, help="until the next one comes, and the oldest goes")
