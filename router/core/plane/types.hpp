@@ -172,9 +172,9 @@ struct Prepare {
     Fields fields;  // empty where they do not matter
     std::string body;
 };
-// What a request is about. The first three questions are gateways' for a replica.
+// What a request is about; the first three are gateways' questions.
 enum class Asks : u8 { where, for_selection, for_reservation, to_be_sent, to_be_noted };
-// The same of a gateway's question.
+// Python has to read such a question, and responds likewise.
 struct PrepareQuestion {
     Asks asks = Asks::where;
     Fields fields;  // empty where they do not matter
