@@ -97,7 +97,7 @@ async def test_it_is_logged_when_it_came(headers: Headers) -> None:
         found = await request
         assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
         (entry,) = (await router.get("/requests?limit=1")).json["requests"]
-        assert entry["attempts"] == 2
+        assert entry["attempts"] >= 2  # a kept connection that was cut is tried anew there
         ended_at = entry["arrived_at"] + entry["total_ms"] / 1000
         assert entry["arrived_at"] < began + 0.3 < ended_at < time.time() + 0.01
 
