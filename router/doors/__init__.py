@@ -9,6 +9,7 @@ The files; each imports only what is listed above it:
     names.py                what gateways call a replica
     proxied_paths.py        the paths that go to a replica, and how it is chosen
     asks.py                 keys with their rights; a question and its purpose
+    terms_reader.py         what a key and headers say of a request
     reservations.py         bookings, until their gateways report the end or fall silent
     adopted.py              those that the compiled core makes by itself
     desk.py                 decides, waits for room, books

@@ -10,16 +10,12 @@ from types import MappingProxyType
 import msgspec
 
 from router.doors.proxied_paths import salt_names
-from router.fleet.entrance import Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.replica import IsEligible
-from router.plane.attempts import RANK_HEADER
 from router.prompt.endpoints import Endpoint
 from router.routing.key_holders import ResponseOwner, TenantSalt
-from router.routing.terms import Terms, session_in
 
 _MAX_REQUEST_ID_LENGTH = 128
-_MAX_RANK_DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +59,6 @@ def tenant_salt(key: Key, path: str) -> TenantSalt | None:
     if key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))
-
-
-@dataclass(frozen=True, slots=True)
-class TermsReader:
-    """Reads the terms of requests: what their keys and headers say of them."""
-
-    session_header: bytes
-    """Names a client's session; in lower case."""
-    entrance: Entrance | None
-    """Reads which tenant they name; None: they name none."""
-    trusts_rank: bool
-    """True if clients may choose the data-parallel rank."""
-
-    def read(self, key: Key, headers: Mapping[bytes, bytes], salt: TenantSalt | None) -> Terms:
-        """Return the terms of one request.
-
-        Args:
-            headers: Names in lower case.
-            salt: See `tenant_salt`.
-        """
-        named = "" if self.entrance is None else self.entrance.tenant(headers)
-        return Terms(
-            session=session_in(headers, self.session_header),
-            headers=headers,
-            dp_rank=_rank(headers) if self.trusts_rank else None,
-            salt=salt,
-            check_model=key.check_model,
-            owner=key.owner,
-            tenant=named or key.tenant,
-        )
-
-
-def _rank(headers: Mapping[bytes, bytes]) -> int | None:
-    """The data-parallel rank that a request asks for; anything else than a number is left to the
-    engine."""
-    given = headers.get(RANK_HEADER, b"")
-    return int(given) if given.isdigit() and len(given) <= _MAX_RANK_DIGITS else None
 
 
 def new_id() -> str:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from router.doors.asks import Key, Question, TermsReader, new_id, tenant_salt
+from router.doors.asks import Key, Question, new_id, tenant_salt
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
+from router.doors.terms_reader import TermsReader
 from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance

@@ -37,7 +37,6 @@ from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH, Adopted
-from router.doors.asks import TermsReader
 from router.doors.desk import Desk
 from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
@@ -59,6 +58,7 @@ from router.doors.http.questions import RouteQuestions
 from router.doors.http.selection import SELECT_PATH, add_selection, take_report
 from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import ReservationStatistics
+from router.doors.terms_reader import TermsReader
 from router.errors import ConfigError, Overloaded
 from router.fleet.engine_order import EngineOrder
 from router.index.index import PrefixIndex

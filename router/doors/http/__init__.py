@@ -16,6 +16,7 @@ The files; each imports only what is listed above it:
     overview.py           the router at a glance
     view_examples.py      examples of them
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
+    question_fields.py    what gateways say beside the request that they ask about
     openapi.py            the OpenAPI document
     models.py             the models that clients may ask for
     decision_views.py     the responses that show a decision

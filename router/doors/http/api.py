@@ -18,7 +18,7 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.asks import Key, TermsReader, tenant_salt
+from router.doors.asks import Key, tenant_salt
 from router.doors.http.access import Guard
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
@@ -49,6 +49,7 @@ from router.doors.http.route_views import RouteView
 from router.doors.http.views import RemovedReplica, StatusView
 from router.doors.proxied_paths import ProxiedPaths
 from router.doors.reservations import Reservations
+from router.doors.terms_reader import TermsReader
 from router.errors import (
     BadRequest,
     BodyTooLarge,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
-from router.doors.asks import ANONYMOUS, Key, TermsReader, request_id_in, tenant_salt
+from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
@@ -31,6 +31,7 @@ from router.doors.proxied_paths import (
     RoutedBy,
     dialect_of,
 )
+from router.doors.terms_reader import TermsReader
 from router.errors import (
     BadRequest,
     BodyTooLarge,

@@ -20,6 +20,7 @@ from router.doors.desk import DecidedReservation, Desk
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
 from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
+from router.doors.http.question_fields import OWN_FIELDS, eligible
 from router.doors.http.request_bodies import (
     EngineUsage,
     OutputReport,
@@ -29,7 +30,6 @@ from router.doors.http.request_bodies import (
 )
 from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView
-from router.doors.names import names_of, worker_number
 from router.doors.reservations import Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,
@@ -40,7 +40,6 @@ from router.errors import (
     ReservationExists,
     UnknownReservation,
 )
-from router.fleet.replica import IsEligible, Replica
 from router.plane.attempts import Failure
 from router.prompt.endpoints import Endpoint
 from router.routing.decision import Decision
@@ -56,32 +55,6 @@ _RESERVED = (
     QueueFull("gemma-3", 1024, 7),
 )
 _REPORTED = (BadRequest("$.tokens", "-1", "must be 0 or more"), BodyTooLarge(MAX_REPORT_BYTES))
-
-
-def _own(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The fields of a question without those that may be long, which are read once, by the
-    dispatcher."""
-    fields = [
-        (field.name, field.type, field.default)
-        for field in msgspec.structs.fields(kind)
-        if field.name not in ("token_ids", "model", "model_name", "lora_name", "cache_salt")
-    ]
-    return msgspec.defstruct(f"_Own{kind.__name__}", fields)
-
-
-_OWN_FIELDS = {kind: _own(kind) for kind in (SelectionRequest, ReservationRequest)}
-
-
-def unrestricted_name(body: bytes) -> str | None:
-    """Return the name that a gateway gives its selection or reservation, empty without one; None
-    where it says more, such as where its request may go.
-
-    Raises:
-        BadRequest: The body is malformed.
-    """
-    fields: Any = decode_body(body, _OWN_FIELDS[SelectionRequest])
-    is_restricted = fields.dp_rank is not None or _eligible(fields) is not None
-    return None if is_restricted else fields.selection_id or ""
 
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -272,7 +245,7 @@ class _SelectionEndpoints:
         headers = dict(request.headers.raw)
         with self.desk.admission.buffer() as buffer:
             body = await read_request(request, self._config.server, buffer.add)
-        fields: Any = decode_body(body, _OWN_FIELDS[kind])
+        fields: Any = decode_body(body, OWN_FIELDS[kind])
         ask = Question(
             endpoint=Endpoint.ROUTE,
             body=body,
@@ -280,7 +253,7 @@ class _SelectionEndpoints:
             request_id=request_id_in(headers),
             headers=headers,
             dp_rank=fields.dp_rank,
-            is_eligible=_eligible(fields),
+            is_eligible=eligible(fields),
             caller=request.state.key,
         )
         return fields, ask
@@ -305,28 +278,6 @@ class _SelectionEndpoints:
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
     return decode_body(body, kind) if body.strip() else kind()
-
-
-def _eligible(fields: Any) -> IsEligible | None:
-    """Return which replicas a question allows."""
-    only = None if fields.replicas is None else frozenset(fields.replicas)
-    numbers = None if fields.allowed_worker_ids is None else frozenset(fields.allowed_worker_ids)
-    chosen, number = getattr(fields, "replica", None), getattr(fields, "worker_id", None)
-    only = only if chosen is None else frozenset((chosen,))
-    numbers = numbers if number is None else frozenset((number,))
-    avoided = frozenset(fields.avoid or ())
-    if only is None and numbers is None and not avoided:
-        return None
-
-    def is_eligible(replica: Replica) -> bool:
-        names = names_of(replica)
-        if only is not None and only.isdisjoint(names):
-            return False
-        if numbers is not None and worker_number(replica.id) not in numbers:
-            return False
-        return avoided.isdisjoint(names)
-
-    return is_eligible
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from msgspec.structs import replace
 
 from router.config.origin import Header
-from router.doors.asks import ANONYMOUS, Key, TermsReader, tenant_salt
+from router.doors.asks import ANONYMOUS, Key, tenant_salt
 from router.doors.http.gateway import Begun
-from router.doors.http.selection import unrestricted_name
+from router.doors.http.question_fields import unrestricted_name
 from router.doors.proxied_paths import PREPARED
+from router.doors.terms_reader import TermsReader
 from router.errors import RequestError
 from router.fleet.engine_order import EngineOrder
 from router.fleet.limits import KeyUsage

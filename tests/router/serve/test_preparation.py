@@ -12,7 +12,7 @@ import pytest
 from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.overload import OverloadConfig
-from router.doors.asks import TermsReader
+from router.doors.terms_reader import TermsReader
 from router.fleet.engine_order import EngineOrder
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
