@@ -81,6 +81,7 @@ private:
     };
 
     enum class Shown : u8 { not_yet, waiting, responding };
+
     // A second attempt of a request that was decided here, beside one that is late.
     class Second final : public Recipient {
     public:

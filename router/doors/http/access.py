@@ -21,7 +21,7 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -30,11 +30,12 @@ from pydantic import SecretStr
 from starlette.types import Scope
 
 from router.config.keys import ClientKeyConfig
-from router.config.origin import in_url
+from router.config.origin import Header, in_url
 from router.config.replica import key_bytes
 from router.config.server import ServerConfig
 from router.doors.asks import ANONYMOUS, Key
 from router.errors import (
+    BadRequest,
     ForeignHost,
     ForeignOrigin,
     LoopbackOnly,
@@ -273,6 +274,18 @@ def _client_key(config: ClientKeyConfig, usage: KeyUsage | None, is_one_of_sever
 
 def _bytes(key: SecretStr) -> bytes:
     return key.get_secret_value().encode("ascii")
+
+
+def check_one_content_type(headers: Iterable[Header]) -> None:
+    """Check the headers of a request whose key has restrictions: an engine may go by the first of
+    two content types, and the router goes by the last.
+
+    Raises:
+        BadRequest: There are several.
+    """
+    count = sum(name == b"content-type" for name, _ in headers)
+    if count > 1:
+        raise BadRequest("content-type", f"{count} times", "must appear once")
 
 
 def _given_key(headers: Headers) -> bytes:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
-from router.doors.http.access import KEY_HEADERS, Guard
+from router.doors.http.access import KEY_HEADERS, Guard, check_one_content_type
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
     check_form,
@@ -306,21 +306,14 @@ class Passage:
         if key.usage is not None and self._usage is None:
             key.usage.enter()
             self._usage = key.usage
-        self._check_content_type()
+        if self._salt is not None or self._usage is not None:
+            check_one_content_type(self._exchange.headers)
         if PRIORITY_HEADER in self._headers:
             self._check_priority()
         max_bytes = self._gateway.server.max_body_bytes
         if self._exchange.more_body and announced_bytes(self._exchange.headers) > max_bytes:
             raise BodyTooLarge(max_bytes)
         self._stage = _Stage.READING
-
-    def _check_content_type(self) -> None:
-        """Refuse two content types for a key with restrictions: an engine may go by the first, and
-        the router goes by the last."""
-        if self._salt is not None or self._usage is not None:
-            count = sum(name == b"content-type" for name, _ in self._exchange.headers)
-            if count > 1:
-                raise BadRequest("content-type", f"{count} times", "must appear once")
 
     def _check_priority(self) -> None:
         """Refuse a priority that engines answer with 500."""

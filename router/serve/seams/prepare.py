@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, tenant_salt
+from router.doors.http.access import check_one_content_type
 from router.doors.http.gateway import Begun
 from router.doors.http.question_fields import unrestricted_name
 from router.doors.proxied_paths import PREPARED
@@ -75,6 +76,24 @@ _WHERE, _SELECTION, _RESERVATION = range(3)
 """The kinds of gateways' questions."""
 _RESERVED_FORMS = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 _ASKED_FORMS = (*_RESERVED_FORMS, Endpoint.ROUTE)
+
+
+class _More(NamedTuple):
+    """Holds what the core has to know besides the prompt: see `Plane.place`."""
+
+    body: bytes | None = None
+    salt: str | None = None
+    session: bytes = b""
+    tenant: str = ""
+    added: Sequence[Header] = ()
+    reported: Sequence[Header] = ()
+    keep: Sequence[int] = ()
+    is_renamed: bool = False
+    order: int | None = None
+    reservation: str = ""
+
+
+_NOTHING_MORE = _More()
 
 
 class _UnusualRequest(Exception):
@@ -190,7 +209,8 @@ class Preparation:
         if self.check_key is None:
             return ANONYMOUS
         key = self.check_key(dict(headers))
-        _check_content_type(key, headers)
+        if key.usage is not None or key.cache_salt is not None:
+            check_one_content_type(headers)
         if key.usage is not None:
             if not key.usage.may_enter():
                 raise _UnusualRequest
@@ -203,7 +223,8 @@ class Preparation:
         """Check a gateway's key, and that the core can answer: not where questions are traced or
         counted, nor where the gateway is told to set the salt of its key."""
         key = ANONYMOUS if self.check_asker is None else self.check_asker(dict(headers))
-        _check_content_type(key, headers)
+        if key.cache_salt is not None:
+            check_one_content_type(headers)
         is_told_salt = kind == _SELECTION and key.cache_salt is not None
         if self.tracer is not None or key.usage is not None or is_told_salt:
             raise _UnusualRequest
@@ -229,7 +250,7 @@ class Preparation:
         tokenization = self.dispatcher.models.tokenization_of(asked.model)
         tokenized = tokenization.tokenize_now(asked.spec, lora_name=asked.lora_name)
         if tokenized is not None:
-            go_on(tokenized[0], time.perf_counter() - started)
+            self._continue(number, tokenized[0], time.perf_counter() - started, go_on)
             return
         if tokenization.local is None:
             self._open(number)  # a replica is asked once, and may keep the caller waiting
@@ -244,7 +265,15 @@ class Preparation:
         tokenization = self.dispatcher.models.tokenization_of(asked.model)
         (tokenized,) = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
         if number in self._tokenising:
-            go_on(tokenized, time.perf_counter() - started)
+            self._continue(number, tokenized, time.perf_counter() - started, go_on)
+
+    def _continue(
+        self, number: int, tokenized: TokenizedPrompt, seconds: float, go_on: _GoOn
+    ) -> None:
+        if tokenized.exact and tokenized.token_ids:
+            go_on(tokenized, seconds)
+        else:
+            self._open(number)
 
     def _tokenized(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -258,10 +287,7 @@ class Preparation:
     def _place(
         self, number: int, body: bytes, asked: Asked, tokenized: TokenizedPrompt, seconds: float
     ) -> None:
-        spec, begun = asked.spec, self._begun.get(number)
-        if not tokenized.exact or not tokenized.token_ids:
-            self._open(number)
-            return
+        begun = self._begun.get(number)
         usage: tuple[Header, ...] = ()
         added: tuple[Header, ...] = ()
         if begun is not None and begun.usage is not None:
@@ -274,35 +300,16 @@ class Preparation:
             added = begun.placed.placed(seconds)
         elif begun is not None and begun.context is not None:
             added = begun.context.headers()
-        name = spec.model or asked.model.name
-        sent, keep = self._steer(number, name, asked, tokenized)
-        session = (asked.session or "").encode("utf-8", "surrogatepass")
-        changed = None if sent is body else sent
-        salt, order = tokenized.cache_salt, self._class_of(begun)
-        more = (
-            changed,
-            salt,
-            session,
-            asked.tenant,
-            added,
-            usage,
-            keep,
-            asked.target is not None,
-            order,
-            "",
+        sent, keep = self._steer(number, asked, tokenized)
+        more = _More(
+            body=None if sent is body else sent,
+            added=added,
+            reported=usage,
+            keep=keep,
+            is_renamed=asked.target is not None,
+            order=self._class_of(begun),
         )
-        has_more = any(more) or salt is not None or order is not None
-        assert self.plane is not None
-        tokens, is_comparable = tokenized.token_ids, spec.choices == 1
-        self.plane.place(
-            number,
-            name,
-            tokens,
-            spec.stream,
-            is_comparable,
-            seconds,
-            more if has_more else None,
-        )
+        self._return(number, asked, tokenized, seconds, more)
 
     def _answer(
         self,
@@ -318,27 +325,29 @@ class Preparation:
         Args:
             name: Of the reservation; empty: it gets one, or there is none.
         """
-        spec = asked.spec
-        gets_hints = (
-            kind == _RESERVATION
-            and self.names is not None
-            and self.names.hint_form(spec.model or asked.model.name) is not None
-        )
-        if not tokenized.exact or not tokenized.token_ids or gets_hints:
+        if kind == _RESERVATION and self._hint_form(asked) is not None:
             self._open(number)
-            return
-        session = (asked.session or "").encode("utf-8", "surrogatepass")
-        salt = tokenized.cache_salt
-        more = None, salt, session, asked.tenant, (), (), (), False, None, name
+        else:
+            self._return(number, asked, tokenized, seconds, _More(reservation=name))
+
+    def _return(
+        self, number: int, asked: Asked, tokenized: TokenizedPrompt, seconds: float, more: _More
+    ) -> None:
+        """Give the core the token ids, and what else it has to know."""
+        more = more._replace(
+            salt=tokenized.cache_salt,
+            session=(asked.session or "").encode("utf-8", "surrogatepass"),
+            tenant=asked.tenant,
+        )
         assert self.plane is not None
         self.plane.place(
             number,
-            spec.model or asked.model.name,
+            _name_of(asked),
             tokenized.token_ids,
-            spec.stream,
-            spec.choices == 1,
+            asked.spec.stream,
+            asked.spec.choices == 1,
             seconds,
-            more if any(more) or salt is not None else None,
+            None if more == _NOTHING_MORE else more,
         )
 
     def _class_of(self, begun: Begun | None) -> int | None:
@@ -347,11 +356,14 @@ class Preparation:
             return None
         return self.engine_order.class_of(begun.key.priority)
 
+    def _hint_form(self, asked: Asked) -> HintForm | None:
+        return None if self.names is None else self.names.hint_form(_name_of(asked))
+
     def _steer(
-        self, number: int, name: str, asked: Asked, tokenized: TokenizedPrompt
+        self, number: int, asked: Asked, tokenized: TokenizedPrompt
     ) -> tuple[bytes, Sequence[int]]:
         """The body with what its engine should keep of the prompt, and the lengths of that."""
-        form = None if self.names is None else self.names.hint_form(name)
+        form = self._hint_form(asked)
         spec, model = asked.spec, asked.model
         if form is None or not form.is_read_at(spec.endpoint):
             return asked.body, ()
@@ -369,6 +381,10 @@ class Preparation:
     def _open(self, number: int) -> None:
         assert self.plane is not None
         self.plane.open(number)
+
+
+def _name_of(asked: Asked) -> str:
+    return asked.spec.model or asked.model.name
 
 
 def _is_of_words(prompt: TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt) -> bool:
@@ -405,13 +421,6 @@ def _is_usual_question(kind: int, name: str, asked: Asked) -> bool:
     is_kept = kind == _SELECTION and bool(name)
     spec = asked.spec
     return not is_kept and spec.endpoint in forms and not spec.lora_name and asked.target is None
-
-
-def _check_content_type(key: Key, headers: list[Header]) -> None:
-    """Leave a body to be refused that an engine might not read as the router does."""
-    types = sum(name == b"content-type" for name, _ in headers)
-    if types > 1 and (key.usage is not None or key.cache_salt is not None):
-        raise _UnusualRequest
 
 
 def _check_model(usage: KeyUsage) -> Callable[[str], None]:
