@@ -9,8 +9,6 @@ ends at once. `router_cpu_us` is the router's CPU time per question, reports of 
 from __future__ import annotations
 
 import argparse
-import json
-import socket
 import statistics
 import tempfile
 import time
@@ -20,42 +18,35 @@ from pathlib import Path
 
 from benchmarks.figures import report
 from benchmarks.peers.contestants import Kvroute
-from benchmarks.peers.programs import Replicas, build
+from benchmarks.peers.programs import Connection, Replicas, build
 from benchmarks.peers.proxying import Prompts, id_prompts, publish_prefixes, text_prompts, tokenizer
 from benchmarks.peers.publishing import Publisher
 
 _PATHS = ("/route", "/select", "/select_and_reserve")
-_BY = {"core": b"", "python": b"x-vllm-priority: 0\r\n"}
+_BY = {"core": "", "python": "x-vllm-priority: 0\r\n"}
 
 
 @dataclass(slots=True)
 class _Gateway:
     """One connection to the router."""
 
-    connection: socket.socket
+    connection: Connection
     asked: int = 0
 
-    def ask(self, path: str, prompts: Prompts, fields: bytes) -> None:
+    def ask(self, path: str, prompts: Prompts, fields: str) -> None:
         """Ask once, about a prompt that begins like one before it; end what is reserved."""
         separator, self.asked = prompts.separator, self.asked + 1
         prefix = prompts.prefixes[self.asked % len(prompts.prefixes)]
         body = f"{prefix}{self.asked + 1000}{separator}{prompts.tail}".encode()
-        answer = self._exchange(f"POST {path}", fields, body)
+        answer = self._send("POST", path, body, fields)
         if "selection_id" in answer:
-            self._exchange(f"DELETE /reservations/{answer['selection_id']}", b"", b"")
+            self._send("DELETE", f"/reservations/{answer['selection_id']}")
 
-    def _exchange(self, target: str, fields: bytes, body: bytes) -> dict[str, object]:
-        head = f"{target} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-        self.connection.sendall(head.encode() + fields + b"\r\n" + body)
-        with self.connection.makefile("rb") as answer:
-            status, length = answer.readline(), 0
-            while (line := answer.readline()) != b"\r\n":
-                name, _, value = line.partition(b":")
-                length = int(value) if name.lower() == b"content-length" else length
-            content = answer.read(length)
-        if b" 200 " not in status:
-            raise SystemExit(f"{target}: {content.decode()}")
-        return dict(json.loads(content))
+    def _send(self, method: str, path: str, body: bytes = b"", fields: str = "") -> dict[str, str]:
+        answer = self.connection.send(method, path, body, fields)
+        if answer.status != 200:
+            raise SystemExit(f"{path}: {answer.body.decode()}")
+        return dict(answer.json())
 
 
 def main() -> None:
@@ -76,7 +67,7 @@ def main() -> None:
         router.follow(publisher.endpoints)
         publish_prefixes(publisher, options.kilobytes)
         router.process.wait_until_idle()
-        connection = stack.enter_context(socket.create_connection(("localhost", router.port)))
+        connection = stack.enter_context(closing(Connection(router.port)))
         _measure(router, _Gateway(connection), options)
 
 

@@ -189,8 +189,16 @@ class Connection:
             body: What to post; None: nothing, with GET.
         """
         data = b"" if body is None else json.dumps(body).encode()
+        return self.send("GET" if body is None else "POST", path, data)
+
+    def send(self, method: str, path: str, data: bytes = b"", fields: str = "") -> Answer:
+        """Send a request with a body as it is.
+
+        Args:
+            fields: Further ones of the head, each with its end of line.
+        """
         head = (
-            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{fields}"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         self._socket.sendall(head.encode() + data)
