@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvevents.lookups import addresses
 from router.config.origin import Header, Origin
 from router.fleet import probes
 from router.fleet.client import UpstreamClient
@@ -80,16 +81,20 @@ async def test_a_request_has_host_headers_and_base_path(fetch: ProbeFetch) -> No
             seen.append(request)
             await connection.send(answer())
 
-    headers: list[Header] = [(b"authorization", b"Bearer x"), (b"x-a", b"a, b")]
+    headers: list[Header] = [(b"authorization", b"Bearer x"), (b"x-a", b"\xe9")]
     async with raw_server(handle) as server:
         for host in ("127.0.0.1", "localhost"):
             origin = Origin.parse(f"http://{host}:{server.port}/base/")
             assert (await fetch(origin, "/metrics?a=b", headers, 20.0, 100))[0] == 200
-    for host, request in zip(("127.0.0.1", "localhost"), seen, strict=True):
+    # A host with several addresses, as localhost is where it has an IPv6 one, is aiohttp's, which
+    # writes text as UTF-8.
+    by_aiohttp = len(await addresses("localhost")) > 1
+    written = {"127.0.0.1": "é", "localhost": "Ã©" if by_aiohttp else "é"}
+    for (host, value), request in zip(written.items(), seen, strict=True):
         assert (request.method, request.target) == ("GET", "/base/metrics?a=b")
         assert request.header("host") == f"{host}:{server.port}"
         assert request.header("authorization") == "Bearer x"
-        assert request.header("x-a") == "a, b"
+        assert request.header("x-a") == value
 
 
 @pytest.mark.parametrize(
