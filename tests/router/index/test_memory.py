@@ -29,9 +29,7 @@ def apply(index: PrefixIndex, *events: Event) -> None:
 
 
 def memory(index: PrefixIndex) -> int:
-    core = getattr(index, "core")  # noqa: B009 - its module is not there where it was not built
-    bytes_kept: int = core.sizes()[1]
-    return bytes_kept
+    return index.core.sizes()[1]
 
 
 def test_pages_of_blocks_that_went_are_given_back() -> None:
