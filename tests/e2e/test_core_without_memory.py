@@ -27,16 +27,8 @@ class Failing:
 
     def __init__(self, directory: Path) -> None:
         library, self._file = directory / "failing_new.so", directory / "one_of"
-        command = [
-            needed_compiler(),
-            "-std=c++20",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-o",
-            library,
-            SOURCE,
-        ]
+        options = ("-std=c++20", "-O1", "-fPIC", "-shared")
+        command = [needed_compiler(), *options, "-o", library, SOURCE]
         subprocess.run(command, check=True)
         self._file.write_bytes(struct.pack("I", 0))
         self.environ = {"LD_PRELOAD": str(library), "FAILING_NEW": str(self._file)}
