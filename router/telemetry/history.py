@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import nan
+from typing import NamedTuple
+
+import msgspec
 
 from router.index.base import SourceId
 from router.telemetry.metrics import RouterMetrics
@@ -24,33 +26,47 @@ _LEAST_STEP_S = 1.0
 MAX_REPLICAS = 1024
 """The most replicas with a history; later ones have none."""
 QUANTILE = 0.9
-VALUES = ("requests_per_s", "reused_share", "first_byte_s", "mispredicted_share", "gpu_blocks")
-"""The values of a step. NaN where there was nothing to measure."""
 _COUNTS = 5
 _REQUESTS, _PROMPT, _CACHED, _COMPARED, _WRONG = range(_COUNTS)
 # The buckets of the time to first byte follow.
 
 
-@dataclass(frozen=True, slots=True)
-class Hour:
-    """One replica's hour, or the router's: the oldest step first."""
+class HourView(msgspec.Struct, frozen=True, kw_only=True):
+    """The last hour, a value for each step, the oldest first; the last step still runs. Null where
+    there was nothing to measure."""
 
-    values: Mapping[str, array[float]]
-    """Values by the names in `VALUES`, each of the same length."""
+    requests_per_s: list[float | None]
+    reused_share: list[float | None]
+    """The share of prompt tokens that engines reported as cached."""
+    first_byte_s: list[float | None]
+    """The time to first byte that nine of ten responses kept."""
+    mispredicted_share: list[float | None]
+    """The share of the predictions that could be compared."""
+    gpu_blocks: list[float | None]
+    """Blocks held at the end of the step, over all groups."""
     removed_blocks: list[int]
-    """Blocks that left the GPUs within this time, by KV cache group."""
+    """Blocks that left the GPUs in this time, by KV cache group: evicted, or slid out of a
+    window."""
 
 
-class _Ring:
-    """Holds the steps of one replica, the last `STEPS` of them."""
+class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """The last hour of the router, and of the replicas that were asked for."""
 
-    def __init__(self) -> None:
-        self.steps: deque[array[float]] = deque(maxlen=STEPS)
-        self.removed: deque[array[float]] = deque(maxlen=STEPS)
+    now: float
+    """Unix time."""
+    step_s: float
+    router: HourView
+    replicas: dict[str, HourView]
 
-    def add(self, step: array[float], removed: array[float]) -> None:
-        self.steps.append(step)
-        self.removed.append(removed)
+
+class _HourStep(NamedTuple):
+    """One step of a replica, or of all together."""
+
+    counts: array[float]
+    """By the indices above; the requests are a rate, per second."""
+    gpu_blocks: float
+    removed: array[float]
+    """Blocks that left the GPUs, by KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +118,12 @@ class History:
     """A monotonic clock, in seconds."""
 
     def __post_init__(self) -> None:
-        self.bounds = self.metrics.first_byte.buckets
+        self._bounds = self.metrics.first_byte.buckets
         self._timer: asyncio.TimerHandle | None = None
-        self._of_all = _Ring()
-        self._replicas: dict[str, _Ring] = {}
-        self._at = self.clock()
-        self._counts = self._read()
-        self._removed = {name: found.removed for name, found in self.caches().items()}
+        self._steps: dict[str | None, deque[_HourStep]] = {None: deque(maxlen=STEPS)}
+        """By replica, and under None of all together; the last `STEPS`."""
+        caches = self.caches()
+        self._begin(self._read(caches), caches)
 
     def start(self) -> None:
         """Keep a step every half minute from now on."""
@@ -128,59 +143,66 @@ class History:
 
     def sample(self) -> None:
         """Keep the step that is over, and begin the next one."""
-        now, counts, caches = self.clock(), self._read(), self.caches()
-        seconds = max(now - self._at, 1e-3)
-        whole, removed_of_all = [0.0] * self._width, []
-        for name in self._replicas.keys() - caches.keys():
-            del self._replicas[name]
-        for name, difference in self._since(counts).items():
-            whole = [one + other for one, other in zip(whole, difference, strict=True)]
-            if name in caches and (ring := self._ring(name)) is not None:
-                removed = self._lost(name, caches[name])
-                removed_of_all.append(removed)
-                ring.add(_step(difference, seconds, caches[name].gpu_blocks), removed)
-        held = sum(found.gpu_blocks for found in caches.values())
-        self._of_all.add(_step(whole, seconds, held), _by_group(sum, removed_of_all))
-        self._at, self._counts = now, counts
+        caches = self.caches()
+        counts = self._read(caches)
+        for name in self._steps.keys() - caches.keys() - {None}:
+            del self._steps[name]
+        for name, step in self._running(counts, caches).items():
+            if name in self._steps or len(self._steps) <= MAX_REPLICAS:
+                self._steps.setdefault(name, deque(maxlen=STEPS)).append(step)
+        self._begin(counts, caches)
+
+    def view(self, replica_ids: Iterable[str]) -> HistoryView:
+        """The steps that are over, and the one that runs as its last.
+
+        Args:
+            replica_ids: Those that are not followed are left out.
+        """
+        caches = self.caches()
+        running = self._running(self._read(caches), caches)
+        has_room = len(self._steps) <= MAX_REPLICAS
+        return HistoryView(
+            now=round(time.time(), 3),
+            step_s=STEP_S,
+            router=self._hour(None, running[None]),
+            replicas={
+                name: self._hour(name, running[name])
+                for name in replica_ids
+                if name in running and (has_room or name in self._steps)
+            },
+        )
+
+    def _hour(self, name: str | None, running: _HourStep) -> HourView:
+        steps = [*self._steps.get(name, ()), running]
+        counts = [step.counts for step in steps]
+        times = [quantile(QUANTILE, self._bounds, each[_COUNTS:]) for each in counts]
+        return HourView(
+            requests_per_s=[round(each[_REQUESTS], 4) for each in counts],
+            reused_share=[_share(each[_CACHED], each[_PROMPT]) for each in counts],
+            first_byte_s=[None if each is None else round(each, 4) for each in times],
+            mispredicted_share=[_share(each[_WRONG], each[_COMPARED]) for each in counts],
+            gpu_blocks=[step.gpu_blocks for step in steps],
+            removed_blocks=[int(count) for count in _by_group([step.removed for step in steps])],
+        )
+
+    def _begin(self, counts: dict[str, list[float]], caches: Mapping[str, BlockCounts]) -> None:
+        self._at, self._counts = self.clock(), counts
         self._removed = {name: found.removed for name, found in caches.items()}
 
-    def hours(self, replica_ids: Iterable[str]) -> dict[str | None, Hour]:
-        """The steps that are over, and the one that runs as its last: of all together, under None,
-        and of those of the replicas that are followed."""
-        caches = self.caches()
-        differences = self._since(self._read())
+    def _running(
+        self, counts: Mapping[str, list[float]], caches: Mapping[str, BlockCounts]
+    ) -> dict[str | None, _HourStep]:
+        """The step that runs, of every replica, and under None of all together."""
         seconds = max(self.clock() - self._at, 1e-3)
-        whole = [sum(column) for column in zip(*differences.values(), strict=True)]
-        held = sum(found.gpu_blocks for found in caches.values())
-        removed = _by_group(sum, [self._lost(name, found) for name, found in caches.items()])
-        of_all = self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
-        hours: dict[str | None, Hour] = {None: of_all}
-        for name in replica_ids:
-            found = caches.get(name)
-            ring = None if found is None else self._ring(name)
-            if found is not None and ring is not None:
-                difference = differences.get(name, [0.0] * self._width)
-                lost = self._lost(name, found)
-                hours[name] = self._with(ring, difference, seconds, found.gpu_blocks, lost)
-        return hours
-
-    def _with(
-        self,
-        ring: _Ring,
-        difference: list[float],
-        seconds: float,
-        held: int,
-        removed: array[float],
-    ) -> Hour:
-        steps = [*ring.steps, _step(difference, seconds, held)]
-        removed = _by_group(sum, [*ring.removed, removed])
-        return Hour(_readable(steps, self.bounds), [int(count) for count in removed])
-
-    def _ring(self, name: str) -> _Ring | None:
-        ring = self._replicas.get(name)
-        if ring is None and len(self._replicas) < MAX_REPLICAS:
-            ring = self._replicas[name] = _Ring()
-        return ring
+        since = {name: self._since(name, found) for name, found in counts.items()}
+        steps: dict[str | None, _HourStep] = {}
+        for name, found in caches.items():
+            lost, held = self._lost(name, found), float(found.gpu_blocks)
+            steps[name] = _HourStep(_rated(since[name], seconds), held, lost)
+        whole = [sum(column) for column in zip(self._zeros(), *since.values(), strict=True)]
+        held = sum(step.gpu_blocks for step in steps.values())
+        lost = _by_group([step.removed for step in steps.values()])
+        return {**steps, None: _HourStep(_rated(whole, seconds), held, lost)}
 
     def _lost(self, name: str, caches: BlockCounts) -> array[float]:
         before = self._removed.get(name, {})
@@ -190,82 +212,61 @@ class History:
             lost[group] = max(removed - before.get(group, 0), 0)
         return lost
 
-    def _since(self, counts: Mapping[str, list[float]]) -> dict[str, list[float]]:
-        nothing = [0.0] * self._width
-        return {
-            name: [max(new - old, 0.0) for new, old in zip(found, before, strict=True)]
-            for name, found in counts.items()
-            for before in [self._counts.get(name, nothing)]
-        }
+    def _since(self, name: str, counts: list[float]) -> list[float]:
+        before = self._counts.get(name) or self._zeros()
+        return [max(new - old, 0.0) for new, old in zip(counts, before, strict=True)]
 
-    @property
-    def _width(self) -> int:
-        return _COUNTS + len(self.bounds) + 1
+    def _zeros(self) -> list[float]:
+        return [0.0] * (_COUNTS + len(self._bounds) + 1)
 
-    def _read(self) -> dict[str, list[float]]:
-        """The counters of every replica, and of none, by the label `replica`."""
+    def _read(self, replicas: Iterable[str]) -> dict[str, list[float]]:
+        """The counters of *replicas*, of others that served, and of none, by the label
+        `replica`."""
         metrics = self.metrics
-        found: dict[str, list[float]] = {name: [0.0] * self._width for name in self.caches()}
-
-        def of(name: str) -> list[float]:
-            return found.setdefault(name, [0.0] * self._width)
-
+        found = defaultdict(self._zeros, {name: self._zeros() for name in replicas})
         for (_, replica, _, _), requests in metrics.requests.series():
-            of(replica)[_REQUESTS] += requests.value
+            found[replica][_REQUESTS] += requests.value
         for counter, place in ((metrics.compared, _PROMPT), (metrics.actual, _CACHED)):
             for (_, replica), tokens in counter.series():
-                of(replica)[place] += tokens.value
+                found[replica][place] += tokens.value
         for (_, replica, outcome), predictions in metrics.predictions.series():
-            of(replica)[_COMPARED] += predictions.value
-            of(replica)[_WRONG] += predictions.value if outcome != "exact" else 0
+            found[replica][_COMPARED] += predictions.value
+            found[replica][_WRONG] += predictions.value if outcome != "exact" else 0
         for (_, replica), times in metrics.first_byte.series():
-            row = of(replica)
+            row = found[replica]
             for index, count in enumerate(times.counts):
                 row[_COUNTS + index] += count
         return found
 
 
-def _by_group(
-    merge: Callable[[tuple[float, ...]], float], removed: Iterable[Sequence[float]]
-) -> array[float]:
+def _by_group(removed: Iterable[Sequence[float]]) -> array[float]:
     """Sum several counts by group."""
-    return array("d", map(merge, zip_longest(*removed, fillvalue=0.0)))
+    return array("d", map(sum, zip_longest(*removed, fillvalue=0.0)))
 
 
-def _step(difference: list[float], seconds: float, held: int) -> array[float]:
-    return array("d", [held, difference[_REQUESTS] / seconds, *difference[1:]])
+def _rated(counts: list[float], seconds: float) -> array[float]:
+    """The counts of a step of that length, with the requests as a rate."""
+    return array("d", [counts[_REQUESTS] / seconds, *counts[1:]])
 
 
-def _readable(steps: Sequence[array[float]], bounds: Sequence[float]) -> dict[str, array[float]]:
-    values = {name: array("d") for name in VALUES}
-    for held, *counts in steps:
-        values["requests_per_s"].append(counts[_REQUESTS])
-        values["reused_share"].append(_share(counts[_CACHED], counts[_PROMPT]))
-        values["first_byte_s"].append(quantile(QUANTILE, bounds, counts[_COUNTS:]))
-        values["mispredicted_share"].append(_share(counts[_WRONG], counts[_COMPARED]))
-        values["gpu_blocks"].append(held)
-    return values
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole else None
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else nan
-
-
-def quantile(share: float, bounds: Iterable[float], counts: Iterable[float]) -> float:
+def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
     """Return a quantile of a histogram, as Prometheus estimates it: evenly within a bucket, and the
-    highest bound for what lies above it. NaN if it is empty.
+    highest bound for what lies above it. None if it is empty.
 
     Args:
         share: From 0 to 1.
         bounds: Upper bounds of all buckets but the last.
         counts: By bucket, each without those below it.
     """
-    limits, values = list(bounds), list(counts)
-    wanted, below, low = share * sum(values), 0.0, 0.0
+    wanted, below, low = share * sum(counts), 0.0, 0.0
     if not wanted:
-        return nan
-    for high, count in zip(limits, values, strict=False):
+        return None
+    for high, count in zip(bounds, counts, strict=False):
         if below + count >= wanted:
             return low + (high - low) * (wanted - below) / count
         below, low = below + count, high
-    return limits[-1]
+    return bounds[-1]

@@ -11,7 +11,6 @@ The files; each imports only what is listed above it:
     views.py              bodies of responses as types: probes, errors, models
     route_views.py        where a request goes, and why: the types
     request_views.py      the requests routed last
-    history_views.py      the last hour
     replica_views.py      replicas in full
     overview.py           the router at a glance
     view_examples.py      examples of them

@@ -22,7 +22,6 @@ from router.doors.asks import Key, tenant_salt
 from router.doors.http.access import Guard
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
-from router.doors.http.history_views import HistoryView, history_view
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
     NOT_ROUTED,
@@ -64,6 +63,7 @@ from router.feed.taps import Tap
 from router.fleet.types import ReplicaView
 from router.index.base import SourceId
 from router.prompt.endpoints import Endpoint
+from router.telemetry.history import HistoryView
 from router.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_NAME, OPENMETRICS_TYPE
 from router.telemetry.parts import RouterParts
 from router.telemetry.request_log import MAX_REQUESTS
@@ -404,7 +404,7 @@ def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ids = request.query_params.getlist("replica")
         if len(ids) > _MAX_HISTORIES:
             raise BadRequest("replica", f"{len(ids)} times", rule)
-        return json_response(history_view(parts.router.history.hours(ids)))
+        return json_response(parts.router.history.view(ids))
 
 
 _RECORDING = "application/x-ndjson"

@@ -20,7 +20,6 @@ from router.config.schema import RouterConfig
 from router.doors.http import request_bodies, view_examples
 from router.doors.http.access import Guard, Role
 from router.doors.http.bodies import JSON
-from router.doors.http.overview import Overview
 from router.doors.http.replica_views import ReplicaDetails
 from router.doors.http.request_bodies import PROXIED, EngineResponse
 from router.doors.http.views import AnthropicErrorView, ErrorView, View
@@ -41,6 +40,7 @@ from router.errors import (
 )
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
+from router.telemetry.history import HistoryView
 
 EVENT_STREAM = "text/event-stream"
 _SCHEMAS, _EXAMPLES = "#/components/schemas/", "#/components/examples/"
@@ -349,7 +349,7 @@ def _schemas() -> dict[str, Any]:
     """Return the schemas of everything that is sent or read: msgspec's, and pydantic's of the
     configuration."""
     bodies = [kind for kind in request_bodies.EXAMPLES if kind is not ReplicaConfig]
-    kinds = [*View.__subclasses__(), Overview, ReplicaDetails, EngineResponse, *bodies]
+    kinds = [*View.__subclasses__(), HistoryView, ReplicaDetails, EngineResponse, *bodies]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
     _, configuration = models_json_schema(
         [(ReplicaConfig, "validation"), (RouterConfig, "serialization")],
