@@ -123,7 +123,8 @@ class _CoreObserver:
     def __post_init__(self) -> None:
         self._first_byte_s, self._events = self.settled.first_byte_s, self.settled.events
         self._usage = self.settled.is_json, self.settled.usage, b""
-        self.observers.show(self.number, self.settled, RESERVE_PATH, self.policy)
+        show = self.observers.show
+        self.request = show(self.number, self.settled, RESERVE_PATH, self.policy)
 
     @property
     def prompt_tokens(self) -> int:
@@ -132,8 +133,8 @@ class _CoreObserver:
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
         self.booking.first_byte()
-        self._first_byte_s = seconds
-        self.observers.shown_began(self.number, seconds)
+        self._first_byte_s = self.request.first_byte_s = seconds
+        self.observers.log.update(self.request)
 
     def on_events(self, count: int) -> None:
         self.booking.generated(count)
@@ -143,7 +144,7 @@ class _CoreObserver:
         self._usage = is_json, last, first
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        self.observers.shown_failed(self.number, failure)
+        self.request.last_failure = failure.value
         return self.observers.failed(attempt.replica_id, failure)
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
@@ -161,7 +162,7 @@ class _CoreObserver:
         )
         settle = self.observers.settle
         routed = settle(self.number, self.settled, RESERVE_PATH, self.policy)
-        if routed.approximate:
+        if routed.candidate.is_approximate:
             self.booking.reported(routed.actual_tokens)
 
     def response_tokens(self) -> int | None:

@@ -18,13 +18,14 @@ import msgspec
 
 from router.errors import RequestError
 from router.index.mirror_types import STEP
-from router.policies.types import Ranked
+from router.policies.types import Candidate, Ranked
 from router.telemetry.sums import Comparisons, RequestSum
 
 MAX_REQUESTS = 512
 MAX_REASON_CHARS = 500
 SECONDS = 60
 Verdict: TypeAlias = Literal["exact", "near", "over", "under"]
+_NO_CANDIDATE = Candidate(replica_id="")
 _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
 
 
@@ -78,19 +79,10 @@ class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
 class RoutedRequest(RequestFacts, kw_only=True, eq=False):
     """One request, as far as it is known by now. Tokens are prompt tokens."""
 
-    gpu_cached_tokens: int = 0
-    """Tokens predicted to be cached on that replica's GPU."""
-    cached_tokens: int = 0
-    """Tokens predicted to be cached there in any tier."""
-    by_tier: tuple[tuple[str, int], ...] = ()
-    """The part of these that each lower tier or shared store adds."""
-    pull_from: str | None = None
-    """The replica from whose memory that is pulled."""
+    candidate: Candidate = _NO_CANDIDATE
+    """The replica that it was sent to last, with its predicted hit."""
     expected_tokens: int | None = None
     """Tokens predicted to be cached there at its admission; None where unknown."""
-    suspect: bool = False
-    approximate: bool = False
-    """True if the prediction is an estimate, without events."""
     why: str | Callable[[], str] = ""
     """The reason, from `Ranked.why`."""
     actual_tokens: int | None = None
@@ -100,17 +92,16 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
 
     def sent_to(self, ranked: Ranked) -> None:
         """Record one more attempt, and the prediction for this replica."""
-        candidate = ranked.candidate
+        candidate = self.candidate = ranked.candidate
         self.attempts += 1
-        self.replica = candidate.replica_id
-        self.dp_rank = candidate.dp_rank
-        self.gpu_cached_tokens = candidate.gpu_cached_tokens
-        self.cached_tokens = candidate.cached_tokens
-        self.by_tier, self.pull_from = candidate.by_tier, candidate.pull_from
+        self.replica, self.dp_rank = candidate.replica_id, candidate.dp_rank
         self.expected_tokens = None
-        self.suspect = candidate.suspect
-        self.approximate = candidate.is_approximate
         self.why = ranked.why
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens predicted to be cached there in any tier."""
+        return self.candidate.cached_tokens
 
     @property
     def reason(self) -> str:
@@ -123,7 +114,7 @@ class RoutedRequest(RequestFacts, kw_only=True, eq=False):
         """How the prediction compares with what was cached; None where that is not known."""
         if self.actual_tokens is None:
             return None
-        return outcome(self.cached_tokens, self.actual_tokens, self.approximate)
+        return outcome(self.cached_tokens, self.actual_tokens, self.candidate.is_approximate)
 
     @property
     def was_refused(self) -> bool:
@@ -175,8 +166,9 @@ class Totals(msgspec.Struct):
             self.compared_tokens += request.prompt_tokens
             self.predicted_tokens += request.cached_tokens
             self.actual_tokens += request.actual_tokens
-            self.estimated += request.approximate
-            if not request.approximate:
+            if request.candidate.is_approximate:
+                self.estimated += 1
+            else:
                 self.over += request.verdict == "over"
                 self.under += request.verdict == "under"
 

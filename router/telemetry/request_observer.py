@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from typing_extensions import override
 
@@ -25,7 +24,7 @@ from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
-from router.telemetry.settled import Settled, in_words
+from router.telemetry.settled import Settled
 from router.telemetry.shortages import Shortages
 from router.telemetry.spans import RequestTrace
 from router.telemetry.sums import Comparisons, RequestSum
@@ -109,34 +108,12 @@ class RequestObservers:
             How it failed.
         """
         self.forget(number)
-        found, replica_id = self.kind_of(failed), failed.replica
-        if replica_id not in self.replicas or failed.failure in OWN_LIMITS:
-            return found
+        found = self.kind_of(failed)
         if failed.failure is None and failed.retry_after_s is not None:
-            self.replicas.report_busy(replica_id, failed.retry_after_s, tenant)
-        self.metrics.retries.labels(replica_id, found.value).inc()
-        if found not in _CACHE_IS_THERE:
-            self.bookings.visits.forget(replica_id)
-        if found not in _NOT_HELD_AGAINST_IT:
-            self.replicas.report_failure(replica_id, found.value)
+            self.replicas.report_busy(failed.replica, failed.retry_after_s, tenant)
+        if failed.failure not in OWN_LIMITS:
+            self.failed(failed.replica, found)
         return found
-
-    def shown_began(self, number: int, seconds: float) -> None:
-        """Show that the response to a request that the data plane has decided has begun.
-
-        Args:
-            seconds: Since it was decided.
-        """
-        request = self._shown.get(number)
-        if request is not None:
-            request.first_byte_s = seconds
-            self.log.update(request)
-
-    def shown_failed(self, number: int, failure: Failure) -> None:
-        """Show how a replica failed a request that the data plane has decided."""
-        request = self._shown.get(number)
-        if request is not None:
-            request.last_failure = failure.value
 
     def failed(self, replica_id: str, failure: Failure, is_its_own: bool = True) -> bool:
         """A replica failed; return whether it is out of rotation.
@@ -159,34 +136,39 @@ class RequestObservers:
         if shown is not None:
             self.log.forget(shown)
 
-    def show(self, number: int, settled: Settled, path: str, policy: str) -> None:
-        """Log a request that the data plane has decided and that is still being served."""
+    def show(self, number: int, settled: Settled, path: str, policy: str) -> RoutedRequest:
+        """Log a request that the data plane has decided and that is still being served.
+
+        Returns:
+            As the log shows it.
+        """
         request = self._shown.get(number)
         if request is None:
             request = self._shown[number] = self._logged(settled, path, policy)
         request.first_byte_s = settled.first_byte_s or None
         self.log.update(request)
+        return request
 
     def _logged(self, settled: Settled, path: str, policy: str) -> RoutedRequest:
         """A new line of the log for a request that the data plane has decided, which is counted."""
         self.metrics.decided(settled.model, settled.asked.tokenization_s, settled.routing_s)
-        prompt_tokens, gpu_cached, cached, expected = settled.tokens
+        prompt_tokens, _, _, expected_tokens = settled.tokens
         request = RoutedRequest(
             request_id=settled.request_id,
+            trace_id=settled.trace_id,
             path=path,
             model=settled.model,
             policy=policy,
             stream=settled.asked.stream,
             prompt_tokens=prompt_tokens,
             unknown=None,
-            trace_id=settled.trace_id,
+            replica=settled.replica,
+            dp_rank=settled.dp_rank,
+            attempts=1,
+            candidate=settled.candidate,
+            expected_tokens=expected_tokens,
+            why=settled.why,
         )
-        request.attempts, request.replica, request.dp_rank = 1, settled.replica, settled.dp_rank
-        request.gpu_cached_tokens, request.cached_tokens = gpu_cached, cached
-        request.expected_tokens, request.suspect = expected, settled.suspect
-        request.approximate = settled.approximate_trust is not None
-        request.by_tier = settled.by_tier
-        request.why = partial(in_words, settled)
         self.log.add(request)
         request.arrived_at = round(request.arrived_at - settled.seconds, 3)
         return request
@@ -197,7 +179,6 @@ class RequestObservers:
         Returns:
             As the log shows it.
         """
-        asked = settled.asked
         request = self._shown.pop(number, None) or self._logged(settled, path, policy)
         is_known = settled.replica in self.replicas
         served = self.metrics.served(
@@ -208,18 +189,19 @@ class RequestObservers:
             request.first_byte_s = settled.first_byte_s
             self.replicas.report_served(settled.replica)
             served.began(settled.first_byte_s, settled.exemplar)
-        failure = None if settled.failure is None else failure_of(settled.failure)
-        if failure is not None and is_known and failure not in _NOT_HELD_AGAINST_IT:
-            self.replicas.report_failure(settled.replica, failure.value)
-        if settled.last_failure is not None and request.last_failure is None:
-            request.last_failure = settled.last_failure.value
+        if (failure := settled.last_failure) is not None:
+            request.last_failure = request.last_failure or failure.value
+            if failure not in _NOT_HELD_AGAINST_IT:
+                self.replicas.report_failure(settled.replica, failure.value)
         request.status, request.end = settled.status or None, settled.end
         request.seconds = settled.seconds
         served.ended(policy, request.status, settled.seconds, settled.exemplar)
         self.metrics.ends.labels(settled.end).inc()
         is_whole = settled.end == End.COMPLETED.value and settled.status == 200
-        if is_whole and is_known and asked.is_comparable:
-            self._compare(settled, request, served)
+        if is_whole and is_known and settled.asked.is_comparable:
+            actual = self.compare(request, settled.replica, settled.usage_reader, served)
+            if actual is not None and settled.approximate_trust is None:
+                self._judge(settled, request.cached_tokens, actual)
         self.log.finish(request)
         return request
 
@@ -242,17 +224,21 @@ class RequestObservers:
                 served.add_compared(each)
         self.log.add_sum(summed, compared)
 
-    def _compare(self, settled: Settled, request: RoutedRequest, served: ServedMetrics) -> None:
-        actual = self.cached_tokens(settled.usage_reader, settled.replica)
+    def compare(
+        self, request: RoutedRequest, replica_id: str, usage: UsageReader, served: ServedMetrics
+    ) -> int | None:
+        """Compare a prediction with what the engine reported; return that, or None."""
+        actual = request.actual_tokens = self._cached_tokens(usage, replica_id)
         if actual is None:
-            return
-        request.actual_tokens = actual
-        if request.approximate:
+            return None
+        if request.candidate.is_approximate:
             served.compare_approximate(request.cached_tokens, actual)
-            return
-        served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
-        served.compare_expected(request.expected_tokens or 0, actual)
-        self._judge(settled, request.cached_tokens, actual)
+            return actual
+        by_tier = request.candidate.by_tier
+        served.compare(request.cached_tokens, actual, by_tier, request.prompt_tokens)
+        if request.expected_tokens is not None:
+            served.compare_expected(request.expected_tokens, actual)
+        return actual
 
     def _judge(self, settled: Settled, predicted: int, actual: int) -> None:
         was_quiet = settled.was_alone and self.repair.quiet.was_quiet(
@@ -269,7 +255,7 @@ class RequestObservers:
             )
             self.repair.compare(settled.model, source, comparison)
 
-    def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
+    def _cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
         """Return what an engine reported as cached. vLLM leaves a zero out, so from a replica that
         has ever reported cached tokens, silence means zero."""
         usage = reader.usage()
@@ -505,20 +491,15 @@ class RequestObserver(ProxyObserver):
         replica_id, candidate, source = self._responded, at.candidate, at.source
         if replica_id is None or replica_id not in self._of_all.replicas:
             return
-        is_comparable = self._is_comparable_at(candidate)
-        actual = self._of_all.cached_tokens(self.usage, replica_id) if is_comparable else None
-        if actual is not None:
-            self.request.actual_tokens = actual
-            for tap, number in self._queries:
-                tap.hit(number, actual)
-            if candidate.is_approximate:
-                served.compare_approximate(self.request.cached_tokens, actual)
-                return
-            request = self.request
-            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
-            if self.request.expected_tokens is not None:
-                served.compare_expected(self.request.expected_tokens, actual)
-        if actual is not None and was_quiet and source is not None and not candidate.suspect:
+        if not self._is_comparable_at(candidate):
+            return
+        actual = self._of_all.compare(self.request, replica_id, self.usage, served)
+        if actual is None:
+            return
+        for tap, number in self._queries:
+            tap.hit(number, actual)
+        is_judged = was_quiet and not candidate.suspect and not candidate.is_approximate
+        if is_judged and source is not None:
             self._of_all.repair.compare(self.decision.model_name, source, self._comparison(actual))
 
     def _is_comparable_at(self, candidate: Candidate) -> bool:

@@ -78,6 +78,26 @@ class Settled(NamedTuple):
         return prompt_tokens - cached_tokens
 
     @property
+    def candidate(self) -> Candidate:
+        """The replica, with the hit that was predicted there."""
+        _, gpu_cached, cached, _ = self.tokens
+        return Candidate(
+            replica_id=self.replica,
+            dp_rank=self.dp_rank,
+            gpu_cached_tokens=gpu_cached,
+            cached_tokens=cached,
+            by_tier=self.by_tier,
+            suspect=self.suspect,
+            approximate_trust=self.approximate_trust,
+        )
+
+    def why(self) -> str:
+        """Return the reason of its placement; where that is not known in full, the hit there."""
+        if self.reason:
+            return self.reason
+        return "; ".join(self.candidate.hit_in_words(self.tokens[0])) + BY_CORE
+
+    @property
     def last_failure(self) -> Failure | None:
         """The failure of the replica whose response the client got, if any."""
         if self.failure is not None:
@@ -102,18 +122,3 @@ class Settled(NamedTuple):
             return 0
         reported = self.usage_reader.usage().completion_tokens
         return self.events if reported is None else reported
-
-
-def in_words(settled: Settled) -> str:
-    """Return the reason of its placement in words: the hit there."""
-    if settled.reason:
-        return settled.reason
-    prompt_tokens, gpu_cached, cached, _ = settled.tokens
-    found = Candidate(
-        replica_id=settled.replica,
-        gpu_cached_tokens=gpu_cached,
-        cached_tokens=cached,
-        suspect=settled.suspect,
-        approximate_trust=settled.approximate_trust,
-    )
-    return "; ".join(found.hit_in_words(prompt_tokens)) + BY_CORE

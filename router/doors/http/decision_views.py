@@ -12,13 +12,13 @@ import msgspec
 from router.doors.http.bodies import JSON, MSGPACK
 from router.doors.http.route_views import (
     ExcludedReplica,
-    HitView,
     OverlapView,
     PrefillView,
     PromptView,
     RankedReplica,
     RouteView,
     SelectionView,
+    hit_view,
 )
 from router.doors.names import worker_number
 from router.fleet.replica import Replica
@@ -89,17 +89,6 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
         hit=hit_view(candidate),
         recent_tokens=candidate.recent_tokens,
         groups=[index.explain(prompt, source) for prompt in prompts],
-    )
-
-
-def hit_view(candidate: Candidate) -> HitView:
-    return HitView(
-        gpu_cached_tokens=candidate.gpu_cached_tokens,
-        cached_tokens=candidate.cached_tokens,
-        by_tier=dict(candidate.by_tier),
-        pull_from=candidate.pull_from,
-        suspect=candidate.suspect,
-        approximate=candidate.is_approximate,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from router.doors.http.route_views import HitView
+from router.doors.http.route_views import HitView, hit_view
 from router.doors.http.views import View
 from router.telemetry.request_log import RequestFacts, RequestLog, RoutedRequest
 
@@ -57,14 +57,7 @@ def _request(request: RoutedRequest) -> RequestView:
     return RequestView(
         **{name: getattr(request, name) for name in RequestFacts.__struct_fields__},
         reason=request.reason,
-        predicted=HitView(
-            gpu_cached_tokens=request.gpu_cached_tokens,
-            cached_tokens=request.cached_tokens,
-            by_tier=dict(request.by_tier),
-            pull_from=request.pull_from,
-            suspect=request.suspect,
-            approximate=request.approximate,
-        ),
+        predicted=hit_view(request.candidate),
         expected=request.expected_tokens,
         actual=request.actual_tokens,
         verdict=request.verdict,

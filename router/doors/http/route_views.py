@@ -9,6 +9,7 @@ import msgspec
 
 from router.doors.http.views import View
 from router.index.base import GroupHit
+from router.policies.types import Candidate
 
 
 class HitView(View, frozen=True, kw_only=True):
@@ -27,6 +28,17 @@ class HitView(View, frozen=True, kw_only=True):
     approximate: bool = False
     """There are no events of the replica: the hit is an estimate from what was sent there, in steps
     of 64 tokens, and counts as far as such estimates were right lately."""
+
+
+def hit_view(candidate: Candidate) -> HitView:
+    return HitView(
+        gpu_cached_tokens=candidate.gpu_cached_tokens,
+        cached_tokens=candidate.cached_tokens,
+        by_tier=dict(candidate.by_tier),
+        pull_from=candidate.pull_from,
+        suspect=candidate.suspect,
+        approximate=candidate.is_approximate,
+    )
 
 
 class PromptView(View, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import weakref
 import pytest
 
 from router.errors import NoReplica
+from router.policies.types import Candidate
 from router.telemetry.request_log import (
     MAX_REASON_CHARS,
     SECONDS,
@@ -23,6 +24,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def cached(tokens: int) -> Candidate:
+    """One where so much of the prompt was predicted to be cached."""
+    return Candidate(replica_id="a", cached_tokens=tokens)
 
 
 def request(**fields: object) -> RoutedRequest:
@@ -53,9 +59,9 @@ def numbers(found: list[RoutedRequest]) -> list[int]:
 def test_a_refused_request_leaves_the_share_from_the_cache_as_it_is() -> None:
     """One batch of 2,048 long prompts, refused with 400, moved it to 0 % for a minute."""
     log = RequestLog()
-    settled(log, cached_tokens=80)
+    settled(log, candidate=cached(80))
     for status in (400, 404, 413, 429, 499):
-        settled(log, prompt_tokens=6_000_000, cached_tokens=16, status=status)
+        settled(log, prompt_tokens=6_000_000, candidate=cached(16), status=status)
     total = log.totals.total()
     assert (total.requests, total.routed_tokens, total.promised_tokens) == (6, 100, 80)
 
@@ -149,7 +155,7 @@ def test_a_prediction_is_compared_with_what_the_engine_reports(
     predicted: int, actual: int | None, verdict: str | None
 ) -> None:
     """`over` is the one that costs: a hit was promised that was not there."""
-    assert request(cached_tokens=predicted, actual_tokens=actual).verdict == verdict
+    assert request(candidate=cached(predicted), actual_tokens=actual).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -177,9 +183,9 @@ def test_what_a_client_did_is_no_failure(
 def test_the_minute_sums_what_was_settled() -> None:
     """These are the figures at the top of the page."""
     log = RequestLog(totals=RollingTotals(Clock()))
-    settled(log, cached_tokens=64, actual_tokens=64)
-    settled(log, cached_tokens=64, actual_tokens=16)
-    settled(log, cached_tokens=32)
+    settled(log, candidate=cached(64), actual_tokens=64)
+    settled(log, candidate=cached(64), actual_tokens=16)
+    settled(log, candidate=cached(32))
     settled(log, status=503, end="no_replica")
     total = log.totals.total()
     assert (total.requests, total.failed, total.compared, total.over, total.under) == (

@@ -17,6 +17,7 @@ from router.fleet.types import EventSource, ReplicaLoad, ReplicaView
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints, StoreHint
+from router.policies.types import Candidate
 from router.telemetry.problems import Level
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from tests.support.blocks import FULL, Prefix, window
@@ -166,7 +167,7 @@ def test_the_shares_of_the_last_minute_come_with_it(
         stream=False,
         prompt_tokens=100,
         unknown=None,
-        cached_tokens=64,
+        candidate=Candidate(replica_id="a", cached_tokens=64),
         actual_tokens=actual,
     )
     log.add(request)
