@@ -18,7 +18,6 @@ from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import Key, Question, request_id_in
 from router.doors.desk import DecidedReservation, Desk
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
-from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.question_fields import OWN_FIELDS, eligible
 from router.doors.http.request_bodies import (
@@ -28,7 +27,7 @@ from router.doors.http.request_bodies import (
     ReservationRequest,
     SelectionRequest,
 )
-from router.doors.http.route_views import SelectionView
+from router.doors.http.route_views import SelectionView, selection_view
 from router.doors.http.views import StatusView
 from router.doors.reservations import Outcome, Reservation, Reservations
 from router.errors import (
