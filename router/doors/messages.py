@@ -44,19 +44,15 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     f"{_CORE}.Metadata": {"filter_metadata": (1, _STRUCTS)},
     f"{_TYPE}.HttpStatus": {"code": (1, "number")},
     f"{_MODE}.ProcessingMode": {
-        "request_header_mode": (1, "number"),
         "response_header_mode": (2, "number"),
-        "request_body_mode": (3, "number"),
         "response_body_mode": (4, "number"),
-        "request_trailer_mode": (5, "number"),
-        "response_trailer_mode": (6, "number"),
     },
     f"{_EXT_PROC}.HttpHeaders": {
         "headers": (1, f"{_CORE}.HeaderMap"),
         "end_of_stream": (3, "bool"),
     },
     f"{_EXT_PROC}.HttpBody": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
-    f"{_EXT_PROC}.HttpTrailers": {"trailers": (1, f"{_CORE}.HeaderMap")},
+    f"{_EXT_PROC}.HttpTrailers": {},
     f"{_EXT_PROC}.ProtocolConfiguration": {
         "request_body_mode": (1, "number"),
         "response_body_mode": (2, "number"),
@@ -88,7 +84,7 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     },
     f"{_EXT_PROC}.HeadersResponse": {"response": (1, f"{_EXT_PROC}.CommonResponse")},
     f"{_EXT_PROC}.BodyResponse": {"response": (1, f"{_EXT_PROC}.CommonResponse")},
-    f"{_EXT_PROC}.TrailersResponse": {"header_mutation": (1, f"{_EXT_PROC}.HeaderMutation")},
+    f"{_EXT_PROC}.TrailersResponse": {},
     f"{_EXT_PROC}.ImmediateResponse": {
         "status": (1, f"{_TYPE}.HttpStatus"),
         "headers": (2, f"{_EXT_PROC}.HeaderMutation"),
@@ -180,8 +176,6 @@ def _class(name: str) -> Any:
 
 ProcessingRequest: Any = _class(f"{_EXT_PROC}.ProcessingRequest")
 ProcessingResponse: Any = _class(f"{_EXT_PROC}.ProcessingResponse")
-CommonResponse: Any = _class(f"{_EXT_PROC}.CommonResponse")
-HeaderMutation: Any = _class(f"{_EXT_PROC}.HeaderMutation")
 HealthCheckRequest: Any = _class(f"{_HEALTH}.HealthCheckRequest")
 HealthCheckResponse: Any = _class(f"{_HEALTH}.HealthCheckResponse")
 GetPodScoresRequest: Any = _class(f"{_INDEXER}.GetPodScoresRequest")
