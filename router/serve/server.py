@@ -180,7 +180,7 @@ def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     """Make the application for all paths that are not proxied."""
     app, router, guard = new_api(lifespan), parts.router, parts.guard
     client, operator = Access("client", guard), Access("operator", guard)
-    add_error_handlers(app, parts.proxied_paths, router.observers, router.shortages)
+    add_error_handlers(app, parts.proxied_paths, router.observers)
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
     add_route(app, parts, desk.terms, sees_hits)

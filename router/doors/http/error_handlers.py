@@ -10,15 +10,12 @@ from starlette.types import Scope
 from router.doors.http.access_log import note_refused
 from router.doors.http.bodies import JSON, ClientLeft
 from router.doors.proxied_paths import ProxiedPaths, dialect_of
-from router.errors import MethodNotAllowed, Overloaded, RequestError, UnknownPath, is_out_of_memory
+from router.errors import MethodNotAllowed, RequestError, UnknownPath, is_out_of_memory
 from router.plane.proxied_messages import error_body
 from router.telemetry.request_observer import RequestObservers
-from router.telemetry.shortages import Shortages
 
 
-def add_error_handlers(
-    app: FastAPI, paths: ProxiedPaths, observers: RequestObservers, shortages: Shortages
-) -> None:
+def add_error_handlers(app: FastAPI, paths: ProxiedPaths, observers: RequestObservers) -> None:
     """Give every error the one form, and count it."""
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -45,8 +42,7 @@ def add_error_handlers(
     async def refuse_for_memory(request: Request, error: Exception) -> Response:
         if not is_out_of_memory(error):
             raise error
-        shortages.note("memory")
-        return await refuse(request, Overloaded("is out of memory"))
+        return await refuse(request, observers.out_of_memory())
 
     async def fail(request: Request, _error: Exception) -> Response:
         return await refuse(request, RequestError())  # the ASGI server logs it
