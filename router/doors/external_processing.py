@@ -99,8 +99,8 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
         try:
             return guard.check("client", {}, headers)
         except RequestError as error:
-            if guard.delay_s(error, _DOOR, "the gateway"):
-                guard.delay_over()
+            if guard.wrong_keys.hold(error, _DOOR, "the gateway"):
+                guard.wrong_keys.let_go()
             raise
 
     return caller

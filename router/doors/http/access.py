@@ -14,7 +14,6 @@ key, so a request with one needs no check of `Host`.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import logging
@@ -108,13 +107,15 @@ class WrongKeys:
         doublings = min(attempts - _FREE_ATTEMPTS - 1, 10)
         return float(min(self.max_delay_s, self.max_delay_s / 10 * 2**doublings))
 
-    def hold(self, endpoint: str, address: str) -> float:
-        """Count a wrong key.
+    def hold(self, error: RequestError, endpoint: str, address: str) -> float:
+        """Count a refusal, if that of a wrong key.
 
         Returns:
-            For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
+            For how many seconds to hold it back; where that is more than 0, call `let_go`
             afterwards.
         """
+        if not isinstance(error, Unauthorized) or not error.was_given:
+            return 0.0
         delay_s = self.add(endpoint, address)
         if not delay_s or self._held >= _MAX_HELD:
             return 0.0
@@ -156,7 +157,7 @@ class Guard:
         """True if clients see how much of a prompt is cached."""
         self.asks_for_hits: Role = "client" if self.clients_see_hits else "operator"
         """The role that may ask: the answer reveals what is cached."""
-        self._wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
+        self.wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
         self._named = frozenset(name.lower() for name in server.host_names)
         self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
         self._seen: set[bytes] = set()
@@ -184,26 +185,6 @@ class Guard:
         if role == "operator" and not _is_local(scope, headers):
             raise LoopbackOnly
         return ANONYMOUS
-
-    def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
-        """Return for how many seconds to hold a refusal back; where that is more than 0, call
-        `delay_over` afterwards. A wrong key is counted and logged."""
-        if isinstance(error, Unauthorized) and error.was_given:
-            return self._wrong_keys.hold(endpoint, address)
-        return 0.0
-
-    def delay_over(self) -> None:
-        """Note that a refusal that was held back is sent."""
-        self._wrong_keys.let_go()
-
-    async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
-        """Count a refusal like `delay_s`, and wait for the delay."""
-        delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
-        if delay_s:
-            try:
-                await asyncio.sleep(delay_s)
-            finally:
-                self.delay_over()
 
     def _key(self, role: Role, headers: Headers) -> Key:
         given = _given_key(headers)

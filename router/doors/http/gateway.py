@@ -9,11 +9,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
-from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard, check_one_content_type
 from router.doors.http.access_log import AccessLine
@@ -47,43 +46,26 @@ from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
-from router.plane.relays import PlaneProxy, PlaneRelay
+from router.plane.relays import PlaneRelay
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
-from router.routing.admission import Admission
-from router.routing.deciding import Deciding
 from router.routing.decision import Decision
 from router.routing.key_holders import TenantSalt
 from router.routing.terms import NO_HEADERS, Terms
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request_observer import RequestObserver, RequestObservers
-from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
+from router.telemetry.parts import RouterParts
+from router.telemetry.request_observer import RequestObserver
+from router.telemetry.spans import PlacedTrace, RequestTrace
 from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
 
 
-class GatewayParts(Protocol):
-    """The parts of a router that requests go through; see `RouterParts`."""
-
-    config: RouterConfig
-    admission: Admission
-    entrance: Entrance | None
-    metrics: RouterMetrics
-    observers: RequestObservers
-    proxy: PlaneProxy
-    tracer: Tracer | None
-
-    @property
-    def dispatcher(self) -> Deciding: ...
-
-
 class Gateway:
-    """Serves the proxied paths: a `Handler`."""
+    """Serves the proxied paths."""
 
     def __init__(
-        self, router: GatewayParts, guard: Guard, paths: ProxiedPaths, terms: TermsReader
+        self, router: RouterParts, guard: Guard, paths: ProxiedPaths, terms: TermsReader
     ) -> None:
         config = router.config
         self.router, self.server, self.guard, self.terms = router, config.server, guard, terms
@@ -95,12 +77,7 @@ class Gateway:
         self._paths = paths
         self._open: set[asyncio.Task[Decision]] = set()
 
-    def opens(
-        self,
-        method: str,
-        path: str,
-        query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
-    ) -> Callable[[PlaneExchange], Passage] | None:
+    def opens(self, method: str, path: str) -> Callable[[PlaneExchange], Passage] | None:
         """Return the server of a request; None if it does not go to a replica."""
         found = self._paths.find(path)
         # A HEAD request is a GET request whose response is sent without its body.
@@ -137,10 +114,8 @@ class Gateway:
 
     async def _decide_by_load(self, path: ProxiedPath, body: bytes, terms: Terms) -> Decision:
         content_type = terms.headers.get(b"content-type", b"")
-        needs_model, by_load = (
-            path.routed_by is RoutedBy.LOAD,
-            self.router.dispatcher.dispatch_by_load,
-        )
+        needs_model = path.routed_by is RoutedBy.LOAD
+        by_load = self.router.dispatcher.dispatch_by_load
         if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             rename = functools.partial(with_form_field, content_type, b"model")
@@ -466,14 +441,15 @@ class Passage:
         """Respond with an error; with that for a wrong key after a while, if there are many."""
         self._leave()
         self._stage = _Stage.OVER
-        delay_s = self._gateway.guard.delay_s(error, self._path.label, self._exchange.client)
+        wrong_keys = self._gateway.guard.wrong_keys
+        delay_s = wrong_keys.hold(error, self._path.label, self._exchange.client)
         if delay_s:
             asyncio.get_running_loop().call_later(delay_s, self._respond_late, error)
         else:
             self._respond(error)
 
     def _respond_late(self, error: RequestError) -> None:
-        self._gateway.guard.delay_over()
+        self._gateway.guard.wrong_keys.let_go()
         self._respond(error)
 
     def _count_refused(self, error: RequestError) -> None:

@@ -3,6 +3,7 @@ keys, and the proxied paths that FastAPI never sees."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,10 +73,19 @@ class Access:
         try:
             request.state.key = self.guard.check(self.name, request.scope, headers)
         except Unauthorized as error:
-            await self.guard.refused(error, request.scope["route"].path, request.scope)
+            await self._hold_back(error, request)
             raise
         if self.name == "operator" and self.may_change:
             self.guard.check_change(request.method, headers)
+
+    async def _hold_back(self, error: RequestError, request: Request) -> None:
+        address = "" if request.client is None else request.client.host
+        delay_s = self.guard.wrong_keys.hold(error, request.scope["route"].path, address)
+        if delay_s:
+            try:
+                await asyncio.sleep(delay_s)
+            finally:
+                self.guard.wrong_keys.let_go()
 
     def refusals(self) -> tuple[RequestError, ...]:
         """One example of every error about who may ask."""

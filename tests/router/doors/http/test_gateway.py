@@ -123,6 +123,6 @@ async def test_refusals_are_counted_and_held_back_however_many_there_were(
         for _ in range(300):
             answer = await client.ask("POST", "/v1/completions", b"{}", wrong)
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-    assert gateway.guard.delay_s(Unauthorized(was_given=True), "x", "127.0.0.1") > 0
+    assert gateway.guard.wrong_keys.hold(Unauthorized(was_given=True), "x", "127.0.0.1") > 0
     counted = gateway.router.observers.metrics.bad_requests.labels("invalid_api_key")
     assert counted.value == 300
