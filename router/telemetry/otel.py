@@ -11,8 +11,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 from uuid import uuid4
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
@@ -23,16 +25,15 @@ from opentelemetry.sdk.environment_variables import (
     OTEL_SDK_DISABLED,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import (
-    ALWAYS_ON,
     Decision,
     ParentBased,
     Sampler,
     TraceIdRatioBased,
 )
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     NonRecordingSpan,
     SpanContext,
@@ -49,7 +50,7 @@ from router.errors import ConfigError, ConfigProblem
 from router.plane.usage import ReportedUsage
 from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS
 from router.telemetry.metrics import WrittenCounter
-from router.telemetry.spans import RequestTrace, TracedAttempt, Tracer
+from router.telemetry.spans import RequestTrace, TracedAttempt, Tracer, random_id
 from router.telemetry.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,6 @@ _STOP_S = 3.0
 _MAX_REASON_CHARS = 300
 _UNNAMED = "unknown_service"
 _OPERATIONS = {endpoint.value: FORMS[endpoint].operation for endpoint in PROMPT_ENDPOINTS}
-_Attributes = dict[str, AttributeValue]
 
 
 class OtelTracing:
@@ -174,66 +174,64 @@ class OtelTracing:
 
 
 class SpanMaker:
-    """Makes the spans of one request after the other."""
+    """Makes the spans of requests, within the standard's limits on their attributes."""
 
     def __init__(self, resource: Resource) -> None:
-        self._ids = _NextIds()
-        self._ended = _Collector()
-        provider = TracerProvider(ALWAYS_ON, resource, False, id_generator=self._ids)
-        provider.add_span_processor(self._ended)
-        self._tracer = provider.get_tracer("kvroute", version("kvroute"))
+        self._resource = resource
+        self._scope = InstrumentationScope("kvroute", version("kvroute"))
+        self._limits = SpanLimits()
 
     def spans(self, trace: RequestTrace) -> list[ReadableSpan]:
-        self._ids.trace_id = int(trace.trace_id, 16)
         parent = None if trace.context is None else _remote(trace.context)
-        attributes = dict(_request_attributes(trace))
-        name = trace.method if trace.route is None else f"{trace.method} {trace.route}"
-        root = self._span(trace, name, parent, trace.began, attributes, trace.span_id)
-        if (error := attributes.get("error.type")) is not None and _is_servers(trace):
-            root.set_status(Status(StatusCode.ERROR, str(error)))
-        for step in trace.steps:
-            self._part(trace, step.name, root.get_span_context(), step.began, step.ended)
+        own = _context(trace, trace.span_id)
+        parts = [self._part(trace, step.name, own, step.began, step.ended) for step in trace.steps]
         for made in trace.attempts_made:
-            self._attempt(trace, made, root.get_span_context())
-        root.end(_unix(trace, trace.ended))
-        return self._ended.take()
+            parts += self._attempt(trace, made, own)
+        name = trace.method if trace.route is None else f"{trace.method} {trace.route}"
+        error = _error(trace) if _is_servers(trace) else None
+        facts = self._facts(SpanKind.SERVER, _request_attributes(trace), error)
+        return [*parts, self._span(trace, name, own, parent, trace.began, trace.ended, **facts)]
 
-    def _attempt(self, trace: RequestTrace, made: TracedAttempt, parent: SpanContext) -> None:
-        attributes = dict(_attempt_attributes(trace, made))
+    def _attempt(
+        self, trace: RequestTrace, made: TracedAttempt, parent: SpanContext
+    ) -> Iterator[ReadableSpan]:
+        own, ended = _context(trace, made.span_id), made.ended or trace.ended
+        first_byte = made.first_byte or ended
+        yield self._part(trace, "first byte", own, made.began, first_byte)
+        if made.first_byte is not None:
+            yield self._part(trace, "response", own, first_byte, ended)
         name = f"attempt {made.attempt.replica_id}"
-        span = self._span(
-            trace, name, parent, made.began, attributes, made.span_id, SpanKind.CLIENT
-        )
-        ended = made.ended or trace.ended
-        if made.failure is not None:
-            span.set_status(Status(StatusCode.ERROR, made.failure))
-        first_byte = made.first_byte
-        self._part(trace, "first byte", span.get_span_context(), made.began, first_byte or ended)
-        if first_byte is not None:
-            self._part(trace, "response", span.get_span_context(), first_byte, ended)
-        span.end(_unix(trace, ended))
+        facts = self._facts(SpanKind.CLIENT, _attempt_attributes(trace, made), made.failure)
+        yield self._span(trace, name, own, parent, made.began, ended, **facts)
 
     def _part(
         self, trace: RequestTrace, name: str, parent: SpanContext, began: int, ended: int
-    ) -> None:
-        self._span(trace, name, parent, began, {}, None, SpanKind.INTERNAL).end(_unix(trace, ended))
+    ) -> ReadableSpan:
+        return self._span(trace, name, _context(trace, random_id(16)), parent, began, ended)
 
     def _span(
         self,
         trace: RequestTrace,
         name: str,
+        own: SpanContext,
         parent: SpanContext | None,
         began: int,
-        attributes: _Attributes,
-        span_id: str | None,
-        kind: SpanKind = SpanKind.SERVER,
-    ) -> Span:
-        self._ids.span_id = None if span_id is None else int(span_id, 16)
-        context = None if parent is None else set_span_in_context(NonRecordingSpan(parent))
-        started = _unix(trace, began)
-        span = self._tracer.start_span(name, context, kind, attributes, start_time=started)
-        assert isinstance(span, Span)
-        return span
+        ended: int,
+        **facts: Any,
+    ) -> ReadableSpan:
+        facts |= {"start_time": _unix(trace, began), "end_time": _unix(trace, ended)}
+        scope = self._scope
+        return ReadableSpan(name, own, parent, self._resource, instrumentation_scope=scope, **facts)
+
+    def _facts(
+        self, kind: SpanKind, attributes: Iterator[tuple[str, AttributeValue]], error: str | None
+    ) -> dict[str, Any]:
+        most, most_chars = self._limits.max_span_attributes, self._limits.max_span_attribute_length
+        return {
+            "kind": kind,
+            "attributes": BoundedAttributes(most, dict(attributes), max_value_len=most_chars),
+            "status": Status() if error is None else Status(StatusCode.ERROR, error),
+        }
 
 
 def _request_attributes(trace: RequestTrace) -> Iterator[tuple[str, AttributeValue]]:
@@ -310,36 +308,6 @@ def _is_servers(trace: RequestTrace) -> bool:
     return has_failed or (trace.status or 0) >= 500
 
 
-class _NextIds(IdGenerator):
-    """Gives out the ids that replicas and clients know already."""
-
-    def __init__(self) -> None:
-        self.trace_id = 1
-        self.span_id: int | None = None
-        self._random = RandomIdGenerator()
-
-    def generate_span_id(self) -> int:
-        return self._random.generate_span_id() if self.span_id is None else self.span_id
-
-    def generate_trace_id(self) -> int:
-        return self.trace_id
-
-
-class _Collector(SpanProcessor):
-    """Holds the spans that have ended."""
-
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self._spans.append(span)
-
-    def take(self) -> list[ReadableSpan]:
-        """Return the spans and drop them."""
-        spans, self._spans = self._spans, []
-        return spans
-
-
 class _Complaint(logging.Handler):
     """Keeps the exporter's last complaint: one for each batch would fill the log while a collector
     is away."""
@@ -361,6 +329,11 @@ class _Complaint(logging.Handler):
         self._logger.removeHandler(self)
         self._logger.propagate = True
         super().close()
+
+
+def _context(trace: RequestTrace, span_id: str) -> SpanContext:
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(int(trace.trace_id, 16), int(span_id, 16), False, sampled)
 
 
 def _remote(context: TraceContext) -> SpanContext:

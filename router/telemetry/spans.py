@@ -61,7 +61,7 @@ class RequestTrace:
     path: str
     route: str | None
     """The path's label of a fixed set, if it has one."""
-    span_id: str = field(default_factory=lambda: _new_id(16))
+    span_id: str = field(default_factory=lambda: random_id(16))
     started_at: int = field(default_factory=time.time_ns)
     """Unix time, in nanoseconds."""
     began: int = field(default_factory=time.perf_counter_ns)
@@ -109,7 +109,7 @@ class RequestTrace:
     def plan(self, attempts: Iterable[Attempt]) -> Iterator[Attempt]:
         """The same attempts, each with the headers of its own span."""
         for attempt in attempts:
-            self._next_id = _new_id(16)
+            self._next_id = random_id(16)
             parent = (TRACEPARENT, self.parent(self._next_id))
             yield replace(attempt, request_headers=(*attempt.request_headers, parent))
 
@@ -154,7 +154,7 @@ class PlacedTrace:
     are over."""
 
     trace: RequestTrace
-    _span_id: str = field(default_factory=lambda: _new_id(16))
+    _span_id: str = field(default_factory=lambda: random_id(16))
     _tokenised: Step | None = None
 
     def placed(self, tokenization_s: float) -> tuple[Header, ...]:
@@ -200,7 +200,7 @@ class PlacedTrace:
             self.trace.steps.insert(0, self._tokenised)
         made = TracedAttempt(attempt, self._span_id, began)
         self.trace.attempts_made.append(made)
-        self._span_id = _new_id(16)
+        self._span_id = random_id(16)
         return made
 
 
@@ -216,7 +216,7 @@ class Tracer:
     def begin(
         self, context: TraceContext | None, method: str, path: str, route: str | None
     ) -> RequestTrace:
-        trace_id = _new_id(32) if context is None else context.trace_id
+        trace_id = random_id(32) if context is None else context.trace_id
         is_sampled = self.is_sampled(trace_id, context)
         return RequestTrace(trace_id, context, is_sampled, self.sink, method, path, route)
 
@@ -225,6 +225,6 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _new_id(digits: int) -> str:
+def random_id(digits: int) -> str:
     """Return a random id that is not zero, which would be invalid."""
     return f"{random.getrandbits(4 * digits) or 1:0{digits}x}"
