@@ -44,52 +44,33 @@ class ClientLeft(Exception):
     """The client closed its connection before its whole request had arrived."""
 
 
-async def read_body(
-    headers: dict[bytes, bytes],
-    receive: Receive,
-    limit_bytes: int,
-    timeout_s: float,
-    hold: Callable[[int], None],
-) -> bytes:
-    """Read the whole body of a request.
-
-    Args:
-        timeout_s: Time within which a body that comes in pieces must be complete.
-        hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
-    Raises:
-        BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
-        BadRequest: It did not arrive within *timeout_s*.
-        ClientLeft: The client left before the end.
-    """
-    if announced_bytes(headers.items()) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        body: bytes = message.get("body", b"")
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-        hold(len(body))
-        return body
-    try:
-        async with timeout(timeout_s):
-            return await _read_rest(message, receive, limit_bytes, hold)
-    except asyncio.TimeoutError:
-        raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
-
-
 async def read_request(
     request: Request,
     server: ServerConfig,
     hold: Callable[[int], None],
     max_bytes: int | None = None,
 ) -> bytes:
-    """Read the body of a request to an endpoint as `read_body` does, whose *hold* this is.
+    """Read the whole body of a request to an endpoint.
 
     Args:
+        hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
         max_bytes: None: as for the proxied paths.
+    Raises:
+        BodyTooLarge: It is, or announces to be, longer than that.
+        BadRequest: It comes in pieces, and was not complete in time.
+        ClientLeft: The client left before the end.
     """
     most, body_s = max_bytes or server.max_body_bytes, server.timeouts.client_body_s
-    return await read_body(dict(request.headers.raw), request.receive, most, body_s, hold)
+    if announced_bytes(request.headers.raw) > most:
+        raise BodyTooLarge(most)
+    message = await request.receive()
+    if not message.get("more_body"):  # there is nothing to wait for
+        return await _read_rest(message, request.receive, most, hold)
+    try:
+        async with timeout(body_s):
+            return await _read_rest(message, request.receive, most, hold)
+    except asyncio.TimeoutError:
+        raise BadRequest("body", "not complete", f"must arrive within {body_s:g} s") from None
 
 
 async def _read_rest(
