@@ -8,7 +8,7 @@ it counts what happens, and in `collector.py` where it is made of several parts;
 
 The files; each imports only what is listed above it:
 
-    sums.py               sums of many requests by the data plane
+    settled.py            requests that the data plane decided by itself; and sums of them
     request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
     history.py            the last hour of the router and of each replica
@@ -17,7 +17,6 @@ The files; each imports only what is listed above it:
     self_repair.py        sources that are predicted wrongly, and their rebuilds
     problems.py           problems of a replica, in sentences
     readiness.py          is the router ready, and what does it wait for?
-    settled.py            a request that the data plane decided by itself
     trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end
     request_observer.py   one proxied request: load, health, metrics, log, prediction

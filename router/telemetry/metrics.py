@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvevents.field_docs import Exported, MetricKind, counter, histogram, metrics_of
 from router.telemetry.request_log import outcome
-from router.telemetry.sums import Comparisons, Distribution, RequestSum
+from router.telemetry.settled import Comparisons, Distribution, RequestSum
 
 MAX_TIER_LABELS = 64
 """The most tier names: engines choose them, and the router must not keep every one."""

@@ -19,7 +19,7 @@ import msgspec
 from router.errors import RequestError
 from router.index.mirror_types import STEP
 from router.policies.types import Candidate, Ranked
-from router.telemetry.sums import Comparisons, RequestSum
+from router.telemetry.settled import Comparisons, RequestSum
 
 MAX_REQUESTS = 512
 MAX_REASON_CHARS = 500

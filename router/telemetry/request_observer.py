@@ -24,10 +24,9 @@ from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics, ServedMetrics
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
-from router.telemetry.settled import Settled
+from router.telemetry.settled import Comparisons, RequestSum, Settled
 from router.telemetry.shortages import Shortages
 from router.telemetry.spans import RequestTrace
-from router.telemetry.sums import Comparisons, RequestSum
 
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
 # fleet. A kept connection may be closed for its age. The last two follow from checks that failed.

@@ -18,8 +18,7 @@ from router.plane.attempts import Attempt
 from router.plane.exchanges import FailedFirst
 from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers
-from router.telemetry.settled import Settled
-from router.telemetry.sums import RequestSum
+from router.telemetry.settled import RequestSum, Settled
 
 if TYPE_CHECKING:
     from router._core import Booking

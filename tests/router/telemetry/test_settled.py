@@ -12,8 +12,7 @@ from prometheus_client import generate_latest
 
 from router._core import RequestSums, plain_usage
 from router.plane.usage import UsageReader
-from router.telemetry.settled import CoreRequest, Settled
-from router.telemetry.sums import RequestSum
+from router.telemetry.settled import CoreRequest, RequestSum, Settled
 from tests.router.telemetry.test_request_observer import Observed
 
 PATH, POLICY = "/v1/completions", "prefix"
