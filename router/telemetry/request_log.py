@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Literal, TypeAlias
@@ -227,15 +226,6 @@ class RollingTotals:
         self._second = max(second, self._second)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLogStatistics:
-    """Requests shown now; requests and changes since the start."""
-
-    held: int
-    requests: int
-    changes: int
-
-
 class RequestLog:
     """Holds the requests that changed last. Belongs to one event loop.
 
@@ -260,11 +250,9 @@ class RequestLog:
         self._max_requests = max_requests
         self._clock = clock
         self._held: dict[int, RoutedRequest] = {}
-        self._requests = 0
 
     def add(self, request: RoutedRequest) -> None:
         """Log a request that has been decided on."""
-        self._requests += 1
         self._last_number += 1
         request.number = self._last_number
         request.arrived_at = round(self._clock(), 3)
@@ -293,7 +281,6 @@ class RequestLog:
 
     def forget(self, request: RoutedRequest) -> None:
         """Remove a request that is logged anew."""
-        self._requests -= 1
         self.totals.now().requests -= 1
         self._held.pop(request.number, None)
 
@@ -308,7 +295,6 @@ class RequestLog:
         Args:
             summed: It holds all of them; each was served whole.
         """
-        self._requests += summed.requests
         self.totals.now().add_sum(summed, compared)
 
     def count_failure(self) -> None:
@@ -324,10 +310,6 @@ class RequestLog:
         return list(
             islice(takewhile(lambda request: request.change > change, self._latest()), limit)
         )
-
-    def statistics(self) -> RequestLogStatistics:
-        held = min(len(self._held), self._max_requests)
-        return RequestLogStatistics(held, self._requests, self.last_change)
 
     def _latest(self) -> list[RoutedRequest]:
         """Return the requests that changed last, the latest first."""

@@ -94,8 +94,6 @@ def test_the_log_is_bounded_and_forgets_what_changed_longest_ago() -> None:
     log.update(long)
     settled(log)
     assert numbers(log.since(0)) == [4, 1, 3]
-    assert log.statistics().held == 3
-    assert log.statistics().requests == 4
 
 
 def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> None:
@@ -107,8 +105,7 @@ def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> Non
         settled(log)
     assert 1 not in numbers(log.since(0))
     log.finish(slow)
-    assert numbers(log.since(0))[0] == 1
-    assert log.statistics().held == 2
+    assert numbers(log.since(0)) == [1, 6]
 
 
 def test_what_is_held_stays_within_twice_what_is_shown() -> None:

@@ -78,7 +78,7 @@ async def _count_both(served: list[Any]) -> None:
         summed_up.observers.add(RequestSum.of_core(what), POLICY)
     assert sums.take() == []
     logs = [each.observers.log for each in (one_by_one, summed_up)]
-    assert logs[0].statistics().requests == logs[1].statistics().requests == len(served)
+    assert logs[0].totals.total().requests == logs[1].totals.total().requests == len(served)
     assert logs[0].totals.total() == logs[1].totals.total()
     assert _rounded(one_by_one) == _rounded(summed_up)
     for each in (one_by_one, summed_up):
