@@ -121,8 +121,6 @@ class _CoreObserver:
     policy: str
 
     def __post_init__(self) -> None:
-        self._first_byte_s, self._events = self.settled.first_byte_s, self.settled.events
-        self._usage = self.settled.is_json, self.settled.usage, b""
         show = self.observers.show
         self.request = show(self.number, self.settled, RESERVE_PATH, self.policy)
 
@@ -133,32 +131,27 @@ class _CoreObserver:
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
         self.booking.first_byte()
-        self._first_byte_s = self.request.first_byte_s = seconds
+        self.settled = self.settled._replace(first_byte_s=seconds)
+        self.request.first_byte_s = seconds
         self.observers.log.update(self.request)
 
     def on_events(self, count: int) -> None:
         self.booking.generated(count)
-        self._events += count
+        self.settled = self.settled._replace(events=self.settled.events + count)
 
     def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        self._usage = is_json, last, first
+        self.settled = self.settled._replace(is_json=is_json, usage=last, first_usage=first)
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self.request.last_failure = failure.value
         return self.observers.failed(attempt.replica_id, failure)
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        is_json, last, first = self._usage
         self.settled = self.settled._replace(
             was_alone=self.booking.ended(True),
-            first_byte_s=self._first_byte_s,
             end=end.value,
             status=status or 0,
             seconds=seconds,
-            events=self._events,
-            is_json=is_json,
-            usage=last,
-            first_usage=first,
         )
         settle = self.observers.settle
         routed = settle(self.number, self.settled, RESERVE_PATH, self.policy)
@@ -167,4 +160,4 @@ class _CoreObserver:
 
     def response_tokens(self) -> int | None:
         """The tokens of its response, known at its end."""
-        return self.settled.response_tokens if self._first_byte_s else None
+        return self.settled.response_tokens if self.settled.first_byte_s else None

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from router.doors.asks import Key, Question, new_id, tenant_salt
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.doors.terms_reader import TermsReader
-from router.errors import BadRequest, NoReplica, RequestError, UnknownReservation
+from router.errors import BadRequest, NoReplica, UnknownReservation
 from router.fleet.engine_order import EngineOrder
 from router.fleet.entrance import Entrance
 from router.plane.attempts import Attempt, Failure
@@ -150,10 +150,6 @@ class Desk:
         except BaseException:
             claim.give_back()
             raise
-
-    def refused(self, error: RequestError) -> None:
-        """Count a refusal outside HTTP, or a request without a question."""
-        self.observers.refused(error)
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Pick:
 
     def refused(self, error: RequestError) -> Any:
         """Respond to the client with an error; the request is over."""
-        self._parts.desk.refused(error)
+        self._parts.desk.observers.refused(error)
         self.stage, self.is_refused = Stage.OVER, True
         self._let_go_of_body()
         answer = ProcessingResponse()
