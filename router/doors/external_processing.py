@@ -336,7 +336,7 @@ def _scores_of(decision: Decision) -> dict[str, float]:
     found = holdings(decision.model, decision.prompts[0])
     replicas = {**decision.prefillers, **decision.replicas}
     return {
-        replicas[name].address: max(each.all_tiers for each in ranks) / _BLOCK_TOKENS
+        replicas[name].address: max(each.hit.cached_tokens for each in ranks) / _BLOCK_TOKENS
         for name, ranks in found.items()
         if name in replicas
     }

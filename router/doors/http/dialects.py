@@ -25,7 +25,7 @@ from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.index.base import GroupHit, HashesFound, Hit, SourceId
+from router.index.base import GroupHit, Hit
 from router.index.prompt import HashedPrompt
 from router.prompt.body.rewriting import tenant_salt_of
 from router.routing.admission import Admission
@@ -227,7 +227,11 @@ class DialectEndpoints:
             if instance_id not in (None, source.replica):
                 continue
             held = model.index.match_hashes(source, hashes, asked.block_size)
-            found[source.replica].append(_held(source, held))
+            exactness: dict[str, Any] = {"exact": held.problem is None}
+            if held.problem is not None:
+                exactness["problem"] = held.problem
+            holding = Holding(source.dp_rank, held.hit, held.groups, exactness)
+            found[source.replica].append(holding)
             looked_up += len(hashes)
             if looked_up >= _HASHES_AT_ONCE:
                 looked_up = 0
@@ -317,10 +321,7 @@ class Holding(NamedTuple):
     """Holds the tokens of a prompt that one cache would reuse."""
 
     dp_rank: int
-    gpu: int
-    memory: int
-    """With the tokens that memory would bring back."""
-    all_tiers: int
+    hit: Hit
     groups: Sequence[GroupHit]
     exactness: Mapping[str, Any] = {}
     """In an answer that may not be exact: whether it is, and why not."""
@@ -333,69 +334,47 @@ def holdings(model: Model, prompt: HashedPrompt) -> dict[str, list[Holding]]:
     for source, hit in model.index.match_prompt(prompt).items():
         if hit.cached_tokens:
             groups = model.index.explain(prompt, source)
-            found[source.replica].append(_holding(source, hit, groups, {}))
+            found[source.replica].append(Holding(source.dp_rank, hit, groups))
     return dict(found)
-
-
-def _held(source: SourceId, found: HashesFound) -> Holding:
-    exactness: dict[str, Any] = {"exact": found.problem is None}
-    if found.problem is not None:
-        exactness["problem"] = found.problem
-    return _holding(source, found.hit, found.groups, exactness)
-
-
-def _holding(
-    source: SourceId, hit: Hit, groups: Sequence[GroupHit], exactness: Mapping[str, Any]
-) -> Holding:
-    gpu, total = hit.gpu_cached_tokens, hit.cached_tokens
-    return Holding(source.dp_rank, gpu, tokens_with_memory(hit), total, groups, exactness)
 
 
 def mooncake_answer(found: Mapping[str, Sequence[Holding]], tenant: str) -> dict[str, Any]:
     """Answer as `POST /query` of a conductor does."""
-    return {
-        tenant: {
-            replica: {
-                "longest_matched": max(each.all_tiers for each in ranks),
-                "GPU": max(each.gpu for each in ranks),
-                "DP": {str(each.dp_rank): each.gpu for each in ranks},
-                "CPU": max(each.memory for each in ranks),
-                "DISK": max(each.all_tiers for each in ranks),
-                "groups": _groups(ranks),
-                **_exactness(ranks),
-            }
-            for replica, ranks in found.items()
-        }
-    }
+    names = ("GPU", "DP", "CPU", "DISK")
+    return {tenant: {replica: _instance(ranks, *names) for replica, ranks in found.items()}}
 
 
 def dynamo_answer(found: Mapping[str, Sequence[Holding]]) -> dict[str, Any]:
     """Answer as `POST /query` of an indexer does, which names workers by numbers."""
     named = {str(worker_number(replica)): ranks for replica, ranks in found.items()}
+    names = ("gpu", "dp", "cpu", "disk")
     return {
-        "scores": {
-            name: {str(each.dp_rank): each.gpu for each in ranks} for name, ranks in named.items()
-        },
+        "scores": {name: _on_gpu(ranks) for name, ranks in named.items()},
         "frequencies": [],
-        "instances": {
-            name: {
-                "longest_matched": max(each.all_tiers for each in ranks),
-                "gpu": max(each.gpu for each in ranks),
-                "dp": {str(each.dp_rank): each.gpu for each in ranks},
-                "cpu": max(each.memory for each in ranks),
-                "disk": max(each.all_tiers for each in ranks),
-                "groups": _groups(ranks),
-                **_exactness(ranks),
-            }
-            for name, ranks in named.items()
-        },
+        "instances": {name: _instance(ranks, *names) for name, ranks in named.items()},
     }
 
 
-def _groups(ranks: Sequence[Holding]) -> dict[str, dict[str, Any]]:
-    """Return the groups of the rank that has most."""
-    best = max(ranks, key=lambda each: each.all_tiers)
-    return {str(each.group): {"kind": each.kind, "tokens": each.tokens} for each in best.groups}
+def _instance(
+    ranks: Sequence[Holding], gpu: str, by_rank: str, cpu: str, disk: str
+) -> dict[str, Any]:
+    """Show a replica under an indexer's names of its tiers."""
+    best = max(ranks, key=lambda each: each.hit.cached_tokens)
+    return {
+        "longest_matched": best.hit.cached_tokens,
+        gpu: max(each.hit.gpu_cached_tokens for each in ranks),
+        by_rank: _on_gpu(ranks),
+        cpu: max(tokens_with_memory(each.hit) for each in ranks),
+        disk: best.hit.cached_tokens,
+        "groups": {
+            str(each.group): {"kind": each.kind, "tokens": each.tokens} for each in best.groups
+        },
+        **_exactness(ranks),
+    }
+
+
+def _on_gpu(ranks: Sequence[Holding]) -> dict[str, int]:
+    return {str(each.dp_rank): each.hit.gpu_cached_tokens for each in ranks}
 
 
 def _exactness(ranks: Sequence[Holding]) -> Mapping[str, Any]:
