@@ -48,10 +48,6 @@ class DecidedReservation(Reservation):
         that is not followed."""
         return self.observer.request.expected_tokens
 
-    def chunk(self, piece: bytes) -> None:
-        """Take a piece of the response's body."""
-        self.observer.on_chunk(piece)
-
     def served_by(self, attempt: Attempt) -> None:
         """Note that the gateway has sent it to another replica of the decision, as after a
         retry."""

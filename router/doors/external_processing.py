@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import msgspec
@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 
 from kvevents.tasks import begin_lasting
 from router.config.certificates import Certificate, keep_fresh
-from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, Question, new_id
 from router.doors.desk import Desk
@@ -81,14 +80,10 @@ def make_picker(
         caller=_callers(guard) if needs_key else lambda _headers: ANONYMOUS,
         dropped=(*(KEY_HEADERS if needs_key else ()), RANK_HEADER),
         max_body_bytes=server.max_body_bytes,
-        fallbacks=config.doors.ext_proc.fallbacks,
-        reads_response=config.doors.ext_proc.read_response,
-        rank_ports=config.doors.ext_proc.rank_ports,
+        config=config.doors.ext_proc,
     )
-    limits = Limits(
-        server.timeouts.client_body_s, config.doors.reservation_idle_s, server.max_body_bytes
-    )
-    return ExtProcServer(config.doors.ext_proc, parts, limits, why_not_ready)
+    body_s, silence_s = server.timeouts.client_body_s, config.doors.reservation_idle_s
+    return ExtProcServer(parts, body_s, silence_s, why_not_ready)
 
 
 def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
@@ -140,28 +135,20 @@ class _Shown:
         return found
 
 
-class Limits(NamedTuple):
-    """Holds the bounds on a stream."""
-
-    body_s: float
-    """The time for the whole request to arrive."""
-    silence_s: float
-    """The longest silence, after which the reservation and the stream end."""
-    body_bytes: int
-
-
 @dataclass(eq=False, repr=False)
 class ExtProcServer:
     """Listens between `start` and `stop`, on the running event loop."""
 
-    config: ExtProcConfig
     parts: PickerParts
-    limits: Limits
-    """The bounds of each stream."""
+    body_s: float
+    """The time for a whole request to arrive."""
+    silence_s: float
+    """The longest silence, after which the reservation and the stream end."""
     why_not_ready: Callable[[], str | None]
     """Returns why the health checks fail; None: the router is ready."""
 
     def __post_init__(self) -> None:
+        self.config = self.parts.config
         self._streams = 0
         self._server: Any = None
         self._keeping: asyncio.Task[None] | None = None
@@ -173,7 +160,7 @@ class ExtProcServer:
         Raises:
             ConfigError: The address cannot be bound, or the certificate cannot be read.
         """
-        options = _options(self.limits, self.config.max_streams)
+        options = _options(self.parts.max_body_bytes, self.config.max_streams)
         server = self._server = grpc.aio.server(options=options)
         server.add_generic_rpc_handlers((self._picking(), self._indexer(), self._health()))
         assert self.config.listen is not None
@@ -230,16 +217,16 @@ class ExtProcServer:
 
     async def _answer(self, pick: Pick, context: Any) -> None:
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self.limits.body_s
+        deadline = clock() + self.body_s
         while True:
             try:
                 is_arriving = pick.is_arriving
-                async with timeout_at(deadline if is_arriving else clock() + self.limits.silence_s):
+                async with timeout_at(deadline if is_arriving else clock() + self.silence_s):
                     message = await context.read()
             except asyncio.TimeoutError:
                 if not is_arriving:
                     return
-                rule = f"must arrive within {self.limits.body_s:g} s"
+                rule = f"must arrive within {self.body_s:g} s"
                 await context.write(pick.refused(BadRequest("body", "not complete", rule)))
                 return
             if message is grpc.aio.EOF:
@@ -342,14 +329,14 @@ def _scores_of(decision: Decision) -> dict[str, float]:
     }
 
 
-def _options(limits: Limits, max_streams: int) -> list[tuple[str, Any]]:
+def _options(max_body_bytes: int, max_streams: int) -> list[tuple[str, Any]]:
     # gRPC drops new streams by chance where more than 1,000 wait to be taken: those of honest
     # gateways as well, silently. We refuse them ourselves.
     waiting = max(1000, 2 * max_streams)
     return [
         ("grpc.server.max_pending_requests", waiting),
         ("grpc.server.max_pending_requests_hard_limit", waiting),
-        ("grpc.max_receive_message_length", limits.body_bytes + _MESSAGE_BYTES),
-        ("grpc.max_send_message_length", limits.body_bytes + _MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_BYTES),
+        ("grpc.max_send_message_length", max_body_bytes + _MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]

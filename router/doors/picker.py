@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from router.config.doors import ExtProcConfig
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, Question, request_id_in
 from router.doors.desk import DecidedReservation, Desk
@@ -59,11 +60,7 @@ class PickerParts(NamedTuple):
     dropped: Sequence[bytes]
     """Headers that are not for replicas."""
     max_body_bytes: int
-    fallbacks: int
-    """How many more endpoints to name, in the order of retries."""
-    reads_response: bool
-    rank_ports: bool = False
-    """True if each data-parallel rank has a port of its own, the replica's plus the rank."""
+    config: ExtProcConfig
 
 
 class Stage(Enum):
@@ -234,7 +231,7 @@ class Pick:
         endpoints = [decision.replicas[reservation.attempt.replica_id].address]
         endpoints += [
             decision.replicas[ranked.candidate.replica_id].address
-            for ranked in itertools.islice(decision.ranking, 1, 1 + parts.fallbacks)
+            for ranked in itertools.islice(decision.ranking, 1, 1 + parts.config.fallbacks)
         ]
         where = ",".join(endpoints)
         headers: list[Header] = [(ENDPOINT.encode(), where.encode())]
@@ -245,7 +242,7 @@ class Pick:
         ]
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
-        if parts.rank_ports:
+        if parts.config.rank_ports:
             headers += _rank_address(endpoints[0], reservation.attempt)
         _set_headers(common.header_mutation, headers)
         names = {name for name, _ in headers}
@@ -254,7 +251,7 @@ class Pick:
         )
         common.clear_route_cache = True
         answer.dynamic_metadata.update({_LB: {ENDPOINT: where}})
-        if not parts.reads_response:
+        if not parts.config.read_response:
             answer.mode_override.response_header_mode = 1
             answer.mode_override.response_body_mode = _NONE
 
@@ -274,7 +271,7 @@ class Pick:
                 answer.response_headers.response.header_mutation,
                 [(b"x-kv-replica", replica_id.encode())],
             )
-            if message.response_headers.end_of_stream or not self._parts.reads_response:
+            if message.response_headers.end_of_stream or not self._parts.config.read_response:
                 self._end()
         return [answer]
 
@@ -283,8 +280,8 @@ class Pick:
         if reservation is not None and not reservation.is_over:
             if piece.body:
                 reservation.prefill_complete()
-                reservation.chunk(piece.body)
-                self._parts.desk.reservations.touch(reservation)
+                reservation.observer.on_chunk(piece.body)
+                reservation.touch()
             if piece.end_of_stream:
                 self._end()
         answer = ProcessingResponse()

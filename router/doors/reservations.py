@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
 
 from kvevents.field_docs import counter, gauge
 from router.doors.asks import Question
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from router._core import Place
     from router._core import Reservations as CoreReservations
 
+_Adopt: TypeAlias = "Callable[[Iterable[tuple[Any, ...]]], object]"
+"""Adds reservations that the core reports."""
 _SWEEP_S = 0.5
 _AT_ONCE = 256
 """The core's reservations that are looked at in one turn."""
@@ -151,6 +153,10 @@ class Reservation:
     def __post_init__(self) -> None:
         self.touched_at = self._started_at
 
+    def touch(self) -> None:
+        """Note a report on it."""
+        self.touched_at = self._clock()
+
     def _seconds(self, at: float | None) -> float:
         """Seconds from its beginning to a moment; None: now."""
         return (self._clock() if at is None else at) - self._started_at
@@ -245,7 +251,7 @@ class Reservations:
         self.core: CoreReservations = import_module("router._core").Reservations(limit)
         """Has a place for each of them, and knows those that the compiled core has made, most of
         which are not reported."""
-        self._adopt: Callable[[Iterable[tuple[Any, ...]]], object] | None = None
+        self._adopt: _Adopt | None = None
         self._idle_s = idle_s
         self.clock = clock
         self._held: dict[str, Reservation] = {}
@@ -255,12 +261,8 @@ class Reservations:
         self._ends: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def follow_core(self, adopt: Callable[[Iterable[tuple[Any, ...]]], object]) -> None:
-        """Let the core keep reservations to itself from now on.
-
-        Args:
-            adopt: Adds those that the core reports.
-        """
+    def follow_core(self, adopt: _Adopt) -> None:
+        """Let the core keep reservations to itself from now on."""
         self._adopt = adopt
         self._look_later()
 
@@ -308,7 +310,7 @@ class Reservations:
         found = self._held.get(reservation_id)
         if found is None or found.claim.holder != holder:
             raise UnknownReservation
-        self.touch(found)
+        found.touch()
         return found
 
     def show_some(self) -> None:
@@ -316,10 +318,6 @@ class Reservations:
         were silent for longest."""
         if self._adopt is not None and len(self._held) < _AT_ONCE:
             self._adopt(self.core.hand_over_silent(self.clock(), _AT_ONCE - len(self._held)))
-
-    def touch(self, reservation: Reservation) -> None:
-        """Note a report on one that has not ended."""
-        reservation.touched_at = self.clock()
 
     def replica_gone(self, replica_id: str) -> None:
         """A replica was removed."""
@@ -368,9 +366,7 @@ class Reservations:
         finally:  # an error at one of them must not keep the others booked for ever
             self._look_later(0.0 if has_more else _SWEEP_S)
 
-    def _adopt_silent(
-        self, adopt: Callable[[Iterable[tuple[Any, ...]]], object], last: float
-    ) -> bool:
+    def _adopt_silent(self, adopt: _Adopt, last: float) -> bool:
         """Have the core report those that end by themselves; return whether there may be more."""
         while self._gone:
             adopt(self.core.hand_over_at(self._gone.pop()))
