@@ -240,7 +240,6 @@ class History:
 
 
 def _by_group(removed: Iterable[Sequence[float]]) -> array[float]:
-    """Sum several counts by group."""
     return array("d", map(sum, zip_longest(*removed, fillvalue=0.0)))
 
 

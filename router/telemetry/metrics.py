@@ -51,7 +51,6 @@ class CounterSeries:
     value: int = 0
 
     def inc(self, amount: int = 1) -> None:
-        """Count *amount* more."""
         self.value += amount
 
 
@@ -475,7 +474,6 @@ class ServedMetrics:
         metrics.requests.labels(model, replica, policy, "200").inc(summed.requests)
 
     def add_compared(self, found: Comparisons) -> None:
-        """Count predictions that could be compared."""
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.compared.labels(model, replica).inc(found.prompt_tokens)
         metrics.actual.labels(model, replica).inc(found.actual_tokens)

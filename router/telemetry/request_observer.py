@@ -486,7 +486,6 @@ class RequestObserver(ProxyObserver):
         return self._responded if self._responded in self._of_all.replicas else "removed"
 
     def _compare(self, at: Placement, was_quiet: bool, served: ServedMetrics) -> None:
-        """Compare the prediction with what the engine reported."""
         replica_id, candidate, source = self._responded, at.candidate, at.source
         if replica_id is None or replica_id not in self._of_all.replicas:
             return

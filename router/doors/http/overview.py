@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvevents.layout import KVCacheGroup
 from kvevents.listener import ListenerStatistics
 from router.doors.http.replica_views import ApproximateView, Fleet, approximate_views
 from router.doors.http.views import View
@@ -156,9 +158,7 @@ def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Over
     megabyte for some hundred replicas."""
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
-    replicas = [
-        _summary(replica, fleet, disagreements.get(replica.id, 0)) for replica in fleet.replicas
-    ]
+    replicas = [_summary(replica, fleet, disagreements[replica.id]) for replica in fleet.replicas]
     replicas.sort(key=lambda replica: (replica.level.severity, natural_order(replica.id)))
     return Overview(
         started_at=round(log.started_at, 3),
@@ -207,11 +207,11 @@ def _stores(fleet: Fleet) -> list[StoreSummary]:
     ]
 
 
-def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
+def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> Counter[str]:
     """Disagreements of each replica, over all its models."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for (_, replica_id), count in disagreements.items():
-        sums[replica_id] = sums.get(replica_id, 0) + count
+        sums[replica_id] += count
     return sums
 
 
@@ -288,20 +288,22 @@ def _groups(caches: Sequence[SourceStatistics]) -> list[GroupSummary]:
         for (number, tier), count in cache.blocks.items():
             tiers = held.setdefault(number, {})
             tiers[tier] = tiers.get(tier, 0) + count
-    summaries = []
-    for number, blocks in sorted(held.items()):
-        group = known[number] if 0 <= number < len(known) else None
-        kind = group.kind.value if group else None
-        reach = (group.sliding_window or group.attention_chunk_size) if group else None
-        label = group_label(kind, reach) if kind else f"group {number}"
-        summaries.append(
-            GroupSummary(
-                number=number,
-                label=label,
-                kind=kind,
-                reach=reach,
-                blocks=blocks,
-                block_size=group.block_size if group else None,
-            )
-        )
-    return summaries
+    return [
+        _group(number, known[number] if 0 <= number < len(known) else None, blocks)
+        for number, blocks in sorted(held.items())
+    ]
+
+
+def _group(number: int, group: KVCacheGroup | None, blocks: dict[str, int]) -> GroupSummary:
+    if group is None:
+        label = f"group {number}"
+        return GroupSummary(number=number, label=label, kind=None, reach=None, blocks=blocks)
+    kind, reach = group.kind.value, group.sliding_window or group.attention_chunk_size
+    return GroupSummary(
+        number=number,
+        label=group_label(kind, reach),
+        kind=kind,
+        reach=reach,
+        blocks=blocks,
+        block_size=group.block_size,
+    )
