@@ -81,7 +81,7 @@ class ProxiedPaths:
         extra: The operator's additions to the built-in ones; an asterisk may end a path.
     """
 
-    def __init__(self, extra: Sequence[str] = ()) -> None:
+    def __init__(self, extra: Sequence[str]) -> None:
         self._exact: dict[str, ProxiedPath] = {}
         self._prefixes: list[tuple[str, ProxiedPath]] = []
         for path in extra:

@@ -96,7 +96,7 @@ class RequestObservers:
         is_busy = failed.retry_after_s is not None and self.replicas.backs_off
         return Failure.BUSY if is_busy else Failure.UNAVAILABLE
 
-    def handed_over(self, number: int, failed: FailedFirst, tenant: str = "") -> Failure:
+    def handed_over(self, number: int, failed: FailedFirst, tenant: str) -> Failure:
         """A replica did not serve a request that the data plane had decided. It is decided anew.
 
         Args:

@@ -22,7 +22,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from pydantic import SecretStr
@@ -141,8 +140,8 @@ class Guard:
         self,
         server: ServerConfig,
         count_wrong_key: Callable[[str], None],
-        usages: Mapping[str, KeyUsage] = MappingProxyType({}),
-        peer_key: str | None = None,
+        usages: Mapping[str, KeyUsage],
+        peer_key: str | None,
     ) -> None:
         self._keys: dict[Role, tuple[Key, ...]] = {
             "client": tuple(

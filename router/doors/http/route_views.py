@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -225,10 +224,7 @@ def _explained(view: RouteView, decision: Decision) -> RouteView:
 
 
 def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
-    assert decision.model is not None
-    index, candidate = decision.model.index, ranked.candidate
-    source = decision.source_of(candidate)
-    prompts = decision.prompts if index.holds(source) else ()
+    candidate = ranked.candidate
     return RankedReplica(
         replica=candidate.replica_id,
         dp_rank=candidate.dp_rank,
@@ -236,7 +232,7 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
         reason=ranked.reason,
         hit=hit_view(candidate),
         recent_tokens=candidate.recent_tokens,
-        groups=[index.explain(prompt, source) for prompt in prompts],
+        groups=_group_hits(decision, decision.source_of(candidate)),
     )
 
 
@@ -252,14 +248,12 @@ def hit_view(candidate: Candidate) -> HitView:
 
 
 def selection_view(
-    decision: Decision,
-    attempt: Attempt | None = None,
-    selection_id: str = "",
-    fields: Mapping[str, Any] = MappingProxyType({}),
+    decision: Decision, attempt: Attempt | None, selection_id: str, fields: dict[str, Any]
 ) -> SelectionView:
     """Return the replica for a gateway's request. Some replica must be able to serve it.
 
     Args:
+        attempt: None: nothing is booked.
         selection_id: The reservation's, or that of a selection that may be reserved later.
     """
     best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
@@ -277,7 +271,7 @@ def selection_view(
         endpoint=str(replica.origin),
         address=replica.address,
         headers={} if attempt is None else _headers_of(replica, attempt),
-        body_fields=dict(fields),
+        body_fields=fields,
         block_size=_BLOCK_SIZE if layout is None else layout.hash_block_size or _BLOCK_SIZE,
         overlap=_overlap(candidate),
         isl_tokens=decision.prompt_tokens,
