@@ -147,28 +147,18 @@ def add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def healthz() -> Response:
         return json_response(StatusView(status="ok"))
 
-    @app.get(
-        "/readyz",
-        **described("operation", "Can some replica take requests?", {200: ready, 503: not_ready}),
-    )
+    is_ready = {200: ready, 503: not_ready}
+    as_engines = described("operation", "The same, as engines name it", is_ready)
+
+    @app.post("/ping", include_in_schema=False, name="post_ping")
+    @app.get("/ping", name="ping", **as_engines)
+    @app.get("/health", name="health", **as_engines)
+    @app.get("/readyz", **described("operation", "Can some replica take requests?", is_ready))
     async def readyz() -> Response:
         reason = parts.router.readiness.why_not_ready()
         if reason:
             return json_response(StatusView(status="not ready", reason=reason), 503)
         return json_response(StatusView(status="ready"))
-
-    as_engines = described(
-        "operation", "The same, as engines name it", {200: ready, 503: not_ready}
-    )
-
-    @app.get("/health", **as_engines)
-    async def health() -> Response:
-        return await readyz()
-
-    @app.post("/ping", include_in_schema=False, name="post_ping")
-    @app.get("/ping", **as_engines)
-    async def ping() -> Response:
-        return await readyz()
 
     scraper = operator if parts.router.config.observability.metrics_need_key else None
     text = sends_text("Every metric, in Prometheus's text format.", CONTENT_TYPE)
@@ -186,13 +176,10 @@ def add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def metrics(request: Request) -> Response:
         if scraper is None:
             parts.guard.check_host(dict(request.headers.raw))
-        return await _scrape(parts, request.headers.get("accept", ""))
-
-
-async def _scrape(parts: ApiParts, accepted: str) -> Response:
-    has_exemplars = parts.has_exemplars and OPENMETRICS_NAME in accepted
-    content = await parts.render_metrics(has_exemplars)
-    return Response(content, media_type=OPENMETRICS_TYPE if has_exemplars else CONTENT_TYPE)
+        accepted = request.headers.get("accept", "")
+        has_exemplars = parts.has_exemplars and OPENMETRICS_NAME in accepted
+        content = await parts.render_metrics(has_exemplars)
+        return Response(content, media_type=OPENMETRICS_TYPE if has_exemplars else CONTENT_TYPE)
 
 
 # --- routing --------------------------------------------------------------------------------------
