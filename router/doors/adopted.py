@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.doors.asks import Question
 from router.doors.reservations import Claim, Reservation, Reservations
-from router.fleet.entrance import Entrance
 from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
-from router.routing.admission import Admission
+from router.telemetry.parts import RouterParts
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.settled import BY_CORE, Settled
 
@@ -46,15 +45,11 @@ class Adopted:
     Belongs to one event loop.
     """
 
+    router: RouterParts
     reservations: Reservations
-    observers: RequestObservers
-    """Count and log them."""
-    admission: Admission
-    """Counts bodies, of which none is kept here."""
-    entrance: Entrance | None
-    """The queue for room; None: requests do not wait."""
-    policy: str
-    """The name of the policy that chose."""
+
+    def __post_init__(self) -> None:
+        self._policy = self.router.config.policy.name
 
     def made(self, number: int, *what: Any) -> None:
         """A gateway got a replica for its request, which is booked there.
@@ -68,8 +63,9 @@ class Adopted:
         settled = settled._replace(
             reason=f"{made.reason}{BY_CORE}", by_tier=made.by_tier, seconds=max(seconds, 0.0)
         )
-        observer = _CoreObserver(self.observers, number, settled, made.booking, self.policy)
-        replicas, has_begun = self.observers.replicas, settled.first_byte_s > 0
+        observers = self.router.observers
+        observer = _CoreObserver(observers, number, settled, made.booking, self._policy)
+        replicas, has_begun = observers.replicas, settled.first_byte_s > 0
         if settled.replica not in replicas:  # it was removed meanwhile
             self.reservations.count_gone()
             end = End.REPLICA_DIED if has_begun else End.NO_REPLICA
@@ -102,11 +98,11 @@ class Adopted:
     def _claim(self, settled: Settled) -> Claim:
         """Return its claim on the limits; it did not have to wait."""
         ask = Question(endpoint=None, body=b"", path=RESERVE_PATH, request_id=settled.request_id)
-        room = None if self.entrance is None else self.entrance.room
-        claim = Claim(ask, self.admission, room)
-        if self.entrance is not None:
-            claim.waiter = self.entrance.passed(settled.model, settled.uncached_tokens)
-            self.entrance.room.count_passed(claim.waiter)
+        entrance = self.router.entrance
+        claim = Claim(ask, self.router.admission, None if entrance is None else entrance.room)
+        if entrance is not None:
+            claim.waiter = entrance.passed(settled.model, settled.uncached_tokens)
+            entrance.room.count_passed(claim.waiter)
         return claim
 
 

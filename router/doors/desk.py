@@ -16,13 +16,11 @@ from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.doors.terms_reader import TermsReader
 from router.errors import BadRequest, NoReplica, UnknownReservation
 from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import Entrance
 from router.plane.attempts import Attempt, Failure
-from router.routing.admission import Admission
-from router.routing.deciding import Deciding
 from router.routing.decision import Decision
 from router.routing.terms import Terms
-from router.telemetry.request_observer import RequestObserver, RequestObservers
+from router.telemetry.parts import RouterParts
+from router.telemetry.request_observer import RequestObserver
 
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
@@ -61,16 +59,12 @@ class DecidedReservation(Reservation):
 class Desk:
     """Answers gateways' questions. Belongs to one event loop."""
 
-    dispatcher: Deciding
-    observers: RequestObservers
-    admission: Admission
-    entrance: Entrance | None
-    """The queue for room; None: requests do not wait."""
-    engine_order: EngineOrder
+    router: RouterParts
     reservations: Reservations
     terms: TermsReader
 
     def __post_init__(self) -> None:
+        self._engine_order = EngineOrder(self.router.config.overload)
         self._selections = _Selections()
 
     async def look_up(self, ask: Question) -> Decision:
@@ -81,7 +75,7 @@ class Desk:
         """
         claim = self._claim(ask)
         try:
-            with self.admission:
+            with self.router.admission:
                 return await self._decide(ask)
         finally:
             claim.give_back()
@@ -95,7 +89,7 @@ class Desk:
             RequestError: It is refused.
         """
         decision = await self.look_up(ask)
-        metrics = self.observers.metrics
+        metrics = self.router.observers.metrics
         metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
         if selection_id is not None:
@@ -114,7 +108,7 @@ class Desk:
         self.reservations.check_room(reservation_id)
         claim = self._claim(ask)
         try:
-            with self.admission:
+            with self.router.admission:
                 decision = await self._decide(ask)
                 if ask.caller.usage is not None:
                     ask.caller.usage.spend(decision.tokens)
@@ -150,18 +144,18 @@ class Desk:
     # --- steps ------------------------------------------------------------------------------------
 
     def _claim(self, ask: Question) -> Claim:
-        entrance = self.entrance
-        return Claim(ask, self.admission, None if entrance is None else entrance.room)
+        entrance = self.router.entrance
+        return Claim(ask, self.router.admission, None if entrance is None else entrance.room)
 
     async def _decide(self, ask: Question) -> Decision:
         terms = self._terms(ask)
         if ask.endpoint is None:
             return await self._decide_by_load(ask, terms)
-        found = self.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
+        found = self.router.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
         return found if isinstance(found, Decision) else await found
 
     async def _decide_by_load(self, ask: Question, terms: Terms) -> Decision:
-        dispatcher, usage = self.dispatcher, ask.caller.usage
+        dispatcher, usage = self.router.dispatcher, ask.caller.usage
         if ask.response_id:
             return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, terms)
         is_object = ask.body[:64].lstrip()[:1] == b"{"
@@ -190,7 +184,7 @@ class Desk:
         book: Callable[[Decision], DecidedReservation],
     ) -> DecidedReservation:
         """Book when a replica has room."""
-        entrance, dispatcher = self.entrance, self.dispatcher
+        entrance, dispatcher = self.router.entrance, self.router.dispatcher
         if entrance is None or not (decision.ranking or decision.may_wait):
             return book(decision)
         waiter = entrance.waiter(decision.model_name, ask.headers, *ask.caller.in_line)
@@ -213,12 +207,12 @@ class Desk:
     def _book(
         self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
     ) -> DecidedReservation:
-        observers, waiter = self.observers, claim.waiter
+        observers, waiter = self.router.observers, claim.waiter
         claim.place = self.reservations.take_place(reservation_id)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
         if waiter is not None:
             observer.waited_s = observers.clock() - waiter.arrived
-        number_of = self.engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
+        number_of = self._engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
         attempt = next(decision.attempts(number_of=number_of))
         clock = self.reservations.clock
         reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock, clock())

@@ -60,7 +60,6 @@ from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import ReservationStatistics
 from router.doors.terms_reader import TermsReader
 from router.errors import ConfigError, Overloaded
-from router.fleet.engine_order import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
@@ -126,7 +125,7 @@ class RouterApp:
         terms = _terms_reader(service)
         self.gateway = Gateway(service, guard, paths, terms)
         self.paths = paths
-        self.desk = _desk(service, terms)
+        self.desk = Desk(service, service.reservations, terms)
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
@@ -164,18 +163,6 @@ def _terms_reader(service: RouterService) -> TermsReader:
     return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
 
 
-def _desk(service: RouterService, terms: TermsReader) -> Desk:
-    return Desk(
-        service.dispatcher,
-        service.observers,
-        service.admission,
-        service.entrance,
-        EngineOrder(service.config.overload),
-        service.reservations,
-        terms,
-    )
-
-
 def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     """Make the application for all paths that are not proxied."""
     app, router, guard = new_api(lifespan), parts.router, parts.guard
@@ -184,11 +171,8 @@ def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
     add_route(app, parts, desk.terms, sees_hits)
-    add_selection(app, desk, router.config, sees_hits)
-    dialects = DialectEndpoints(
-        router.config.server, router.admission, router.registry, router.models
-    )
-    add_dialects(app, dialects, sees_hits, operator)
+    add_selection(app, desk, sees_hits)
+    add_dialects(app, DialectEndpoints(router), sees_hits, operator)
     add_models(app, router.models, router.registry, client)
     add_operation(app, parts, operator)
     add_page(app)
@@ -376,13 +360,7 @@ def _plane(
         service.entrance,
         service.proxy.count_requests,
     )
-    reserved = Adopted(
-        service.reservations,
-        service.observers,
-        service.admission,
-        service.entrance,
-        service.config.policy.name,
-    )
+    reserved = Adopted(service, service.reservations)
     if settling.sum_bounds is not None:
         service.reservations.follow_core(reserved.adopt)
     return DataPlane(

@@ -15,7 +15,6 @@ from fastapi import Depends, FastAPI, Request, Response
 
 from kvevents.events import BlockHash
 from router.config.replica import read_replica
-from router.config.server import ServerConfig
 from router.doors.asks import Key, tenant_salt
 from router.doors.http.bodies import decode_body, json_response, read_request
 from router.doors.http.networks import Networks
@@ -23,14 +22,12 @@ from router.doors.http.openapi import Access
 from router.doors.http.route_views import tokens_with_memory
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
-from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index.base import GroupHit, Hit
 from router.index.prompt import HashedPrompt
 from router.prompt.body.rewriting import tenant_salt_of
-from router.routing.admission import Admission
 from router.routing.model import Model
-from router.routing.models import ModelSet
+from router.telemetry.parts import RouterParts
 
 _TokenIds = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(min_length=1)
@@ -142,13 +139,13 @@ def add_dialects(
 
     @app.get("/dynamo/workers", **asking)
     async def workers() -> Response:
-        return json_response([_worker(replica) for replica in dialects.registry.replicas()])
+        return json_response([_worker(replica) for replica in dialects.router.registry.replicas()])
 
     _add_changes(app, dialects, operator)
 
 
 def _add_changes(app: FastAPI, dialects: DialectEndpoints, operator: Access) -> None:
-    networks = Networks(dialects.server.replica_networks)
+    networks = Networks(dialects.router.config.server.replica_networks)
     changing: dict[str, Any] = {
         "include_in_schema": False,
         "dependencies": [Depends(operator.check)],
@@ -160,7 +157,7 @@ def _add_changes(app: FastAPI, dialects: DialectEndpoints, operator: Access) -> 
         asked = await dialects.read(request, Registration, _MAX_CHANGE_BYTES)
         _check_namespace(asked)
         if dialects.known(asked.instance_id) is None:
-            dialects.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
+            dialects.router.registry.add(read_replica(_replica_of(asked)), networks.__contains__)
         answer = {"status": "registered successfully", "instance_id": asked.instance_id}
         return json_response(answer, 201 if request.url.path.startswith("/dynamo") else 200)
 
@@ -171,7 +168,7 @@ def _add_changes(app: FastAPI, dialects: DialectEndpoints, operator: Access) -> 
         replica = dialects.known(asked.instance_id)
         if replica is None:
             raise UnknownReplica(str(asked.instance_id))
-        dialects.registry.remove(replica.id)
+        dialects.router.registry.remove(replica.id)
         removed = [f"{replica.id}|default|{asked.dp_rank}"]
         return json_response({"status": "unregistered successfully", "removed_instances": removed})
 
@@ -180,16 +177,13 @@ def _add_changes(app: FastAPI, dialects: DialectEndpoints, operator: Access) -> 
 class DialectEndpoints:
     """The common part of the endpoints."""
 
-    server: ServerConfig
-    admission: Admission
-    registry: ReplicaRegistry
-    models: ModelSet
+    router: RouterParts
 
     async def read(
         self, request: Request, kind: type[_Asked], most_bytes: int | None = None
     ) -> _Asked:
-        with self.admission.buffer() as buffer:
-            body = await read_request(request, self.server, buffer.add, most_bytes)
+        with self.router.admission.buffer() as buffer:
+            body = await read_request(request, self.router.config.server, buffer.add, most_bytes)
             return await asyncio.to_thread(decode_body, body, kind)
 
     async def look_up(
@@ -242,11 +236,11 @@ class DialectEndpoints:
         """The model of a name, and its adapter, if the key may ask about it."""
         if key.usage is not None:
             key.usage.check_model(model_name)
-        return self.models.resolve(model_name)
+        return self.router.models.resolve(model_name)
 
     def known(self, instance_id: str | int) -> Replica | None:
         """The replica behind another indexer's name."""
-        for replica in self.registry.replicas():
+        for replica in self.router.registry.replicas():
             if replica.id == str(instance_id) or worker_number(replica.id) == instance_id:
                 return replica
         return None

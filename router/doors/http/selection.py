@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,6 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Receive
 
-from router.config.schema import RouterConfig
 from router.doors.adopted import RESERVE_PATH
 from router.doors.asks import Key, Question, request_id_in
 from router.doors.desk import DecidedReservation, Desk
@@ -60,13 +60,13 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 
-def add_selection(app: FastAPI, desk: Desk, config: RouterConfig, access: Access) -> None:
+def add_selection(app: FastAPI, desk: Desk, access: Access) -> None:
     """Add the endpoints.
 
     Args:
         access: Who may ask: the answers reveal what is cached.
     """
-    doors = _SelectionEndpoints(desk, config)
+    doors = _SelectionEndpoints(desk)
     _add_selecting(app, doors, access)
     _add_reservations(app, doors, access)
     _add_reports(app, doors, access)
@@ -232,18 +232,18 @@ def _note_end(reservation: Reservation, report: ReservationEnd, at: float | None
     reservation.end(Outcome(report.outcome), report.status, failure, at)
 
 
+@dataclass(slots=True, eq=False)
 class _SelectionEndpoints:
     """The common part of the endpoints."""
 
-    def __init__(self, desk: Desk, config: RouterConfig) -> None:
-        self.desk = desk
-        self._config = config
+    desk: Desk
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
         headers = dict(request.headers.raw)
-        with self.desk.admission.buffer() as buffer:
-            body = await read_request(request, self._config.server, buffer.add)
+        with self.desk.router.admission.buffer() as buffer:
+            server = self.desk.router.config.server
+            body = await read_request(request, server, buffer.add)
         fields: Any = decode_body(body, OWN_FIELDS[kind])
         ask = Question(
             endpoint=Endpoint.ROUTE,
@@ -262,12 +262,13 @@ class _SelectionEndpoints:
     ) -> DecidedReservation:
         """Reserve; while that waits, it is given up if the gateway leaves."""
         reserving = self.desk.reserve(ask, name)
-        if not self._config.overload.is_queueing:
+        if not self.desk.router.config.overload.is_queueing:
             return await reserving
         return await _unless_left(request.receive, reserving)
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
-        body = await read_request(request, self._config.server, lambda _: None, MAX_REPORT_BYTES)
+        server = self.desk.router.config.server
+        body = await read_request(request, server, lambda _: None, MAX_REPORT_BYTES)
         return _decoded(body, kind)
 
     def get(self, request: Request, reservation_id: str) -> Reservation:
