@@ -99,7 +99,7 @@ class Adopted:
         """Return its claim on the limits; it did not have to wait."""
         ask = Question(endpoint=None, body=b"", path=RESERVE_PATH, request_id=settled.request_id)
         entrance = self.router.entrance
-        claim = Claim(ask, self.router.admission, None if entrance is None else entrance.room)
+        claim = Claim(ask, self.router.admission, entrance)
         if entrance is not None:
             claim.waiter = entrance.passed(settled.model, settled.uncached_tokens)
             entrance.room.count_passed(claim.waiter)

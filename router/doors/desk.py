@@ -73,7 +73,7 @@ class Desk:
         Raises:
             RequestError: It is refused.
         """
-        claim = self._claim(ask)
+        claim = Claim(ask, self.router.admission, self.router.entrance)
         try:
             with self.router.admission:
                 return await self._decide(ask)
@@ -106,7 +106,7 @@ class Desk:
         """
         reservation_id = reservation_id or new_id()
         self.reservations.check_room(reservation_id)
-        claim = self._claim(ask)
+        claim = Claim(ask, self.router.admission, self.router.entrance)
         try:
             with self.router.admission:
                 decision = await self._decide(ask)
@@ -132,7 +132,7 @@ class Desk:
         if obstacle is not None:
             raise NoReplica(decision.model_name, f"the selected one: {obstacle}")
         self.reservations.check_room(selection_id)
-        claim = self._claim(ask)
+        claim = Claim(ask, self.router.admission, self.router.entrance)
         try:
             if caller.usage is not None:
                 caller.usage.spend(decision.tokens)
@@ -142,10 +142,6 @@ class Desk:
             raise
 
     # --- steps ------------------------------------------------------------------------------------
-
-    def _claim(self, ask: Question) -> Claim:
-        entrance = self.router.entrance
-        return Claim(ask, self.router.admission, None if entrance is None else entrance.room)
 
     async def _decide(self, ask: Question) -> Decision:
         terms = self._terms(ask)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias
 from kvevents.field_docs import counter, gauge
 from router.doors.asks import Question
 from router.errors import Overloaded, ReservationExists, UnknownReservation
+from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
-from router.fleet.room import WaitingRoom
 from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
 from router.routing.admission import Admission
@@ -68,11 +68,11 @@ class Claim:
         Overloaded: The body does not fit.
     """
 
-    __slots__ = ("_admission", "_ask", "_room", "holder", "place", "waiter")
+    __slots__ = ("_admission", "_ask", "_entrance", "holder", "place", "waiter")
 
-    def __init__(self, ask: Question, admission: Admission, room: WaitingRoom | None) -> None:
+    def __init__(self, ask: Question, admission: Admission, entrance: Entrance | None) -> None:
         self._admission = admission
-        self._room = room
+        self._entrance = entrance
         self.holder = ask.caller.name
         """The key that it came with, by name."""
         self.waiter: Waiter | None = None
@@ -97,8 +97,8 @@ class Claim:
             self._admission.hold(-len(ask.body))
             if ask.caller.usage is not None:
                 ask.caller.usage.leave(response_tokens or 0)
-        if waiter is not None and self._room is not None:
-            self._room.over(waiter, response_tokens)
+        if waiter is not None and self._entrance is not None:
+            self._entrance.room.over(waiter, response_tokens)
         if place is not None:
             place.give_back()
 

@@ -129,8 +129,9 @@ class RouterApp:
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
-        parts = ApiParts(service, guard, paths, service.reservations, render, traces)
-        self._api = _api(parts, self.desk, _with_picker(service.lifespan, self, service))
+        parts = ApiParts(service, guard, service.reservations, render, traces)
+        lifespan = _with_picker(service.lifespan, self, service)
+        self._api = _api(parts, paths, self.desk, lifespan)
         self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
 
@@ -163,11 +164,11 @@ def _terms_reader(service: RouterService) -> TermsReader:
     return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
 
 
-def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
+def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     """Make the application for all paths that are not proxied."""
     app, router, guard = new_api(lifespan), parts.router, parts.guard
     client, operator = Access("client", guard), Access("operator", guard)
-    add_error_handlers(app, parts.proxied_paths, router.observers)
+    add_error_handlers(app, paths, router.observers)
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
     add_route(app, parts, desk.terms, sees_hits)

@@ -240,7 +240,6 @@ class SelfRepair:
     facts_of: Callable[[str, SourceId], CacheFacts]
     """Returns the index's facts on a source of a model."""
     times: RepairTimes
-    """The times."""
     is_on: bool = True
     """True: sources are rebuilt; faults are found and shown in any case."""
 

@@ -45,7 +45,6 @@ from router.doors.http.request_bodies import (
 from router.doors.http.request_views import RequestsView, requests_view
 from router.doors.http.route_views import RouteView, encoded, encoding_of, route_view
 from router.doors.http.views import RemovedReplica, StatusView
-from router.doors.proxied_paths import ProxiedPaths
 from router.doors.reservations import Reservations
 from router.doors.terms_reader import TermsReader
 from router.errors import (
@@ -78,7 +77,6 @@ class ApiParts:
 
     router: RouterParts
     guard: Guard
-    proxied_paths: ProxiedPaths
     reservations: Reservations
     render_metrics: Callable[[bool], Awaitable[bytes]]
     """All metrics as text; with True in OpenMetrics' format, which has exemplars."""
