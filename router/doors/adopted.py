@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.doors.asks import Question
-from router.doors.reservations import Claim, Reservation, Reservations
+from router.doors.reservations import RESERVE_PATH, Claim, Reservation, Reservations
 from router.plane.attempts import Attempt, Failure
 from router.plane.proxy_types import End
 from router.telemetry.parts import RouterParts
@@ -17,8 +17,6 @@ from router.telemetry.settled import BY_CORE, Settled
 
 if TYPE_CHECKING:
     from router._core import Booking, Place
-
-RESERVE_PATH = "/select_and_reserve"
 
 
 class CoreReservation(NamedTuple):

@@ -16,11 +16,13 @@ from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.doors.terms_reader import TermsReader
 from router.errors import BadRequest, NoReplica, UnknownReservation
 from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import Entrance
 from router.plane.attempts import Attempt, Failure
+from router.routing.admission import Admission
+from router.routing.deciding import Deciding
 from router.routing.decision import Decision
 from router.routing.terms import Terms
-from router.telemetry.parts import RouterParts
-from router.telemetry.request_observer import RequestObserver
+from router.telemetry.request_observer import RequestObserver, RequestObservers
 
 KEEP_SELECTION_S = 120.0
 MAX_SELECTIONS = 4096
@@ -59,12 +61,16 @@ class DecidedReservation(Reservation):
 class Desk:
     """Answers gateways' questions. Belongs to one event loop."""
 
-    router: RouterParts
+    dispatcher: Deciding
+    observers: RequestObservers
+    admission: Admission
+    entrance: Entrance | None
+    """The queue for room; None: requests do not wait."""
+    engine_order: EngineOrder
     reservations: Reservations
     terms: TermsReader
 
     def __post_init__(self) -> None:
-        self._engine_order = EngineOrder(self.router.config.overload)
         self._selections = _Selections()
 
     async def look_up(self, ask: Question) -> Decision:
@@ -73,9 +79,9 @@ class Desk:
         Raises:
             RequestError: It is refused.
         """
-        claim = Claim(ask, self.router.admission, self.router.entrance)
+        claim = Claim(ask, self.admission, self.entrance)
         try:
-            with self.router.admission:
+            with self.admission:
                 return await self._decide(ask)
         finally:
             claim.give_back()
@@ -89,7 +95,7 @@ class Desk:
             RequestError: It is refused.
         """
         decision = await self.look_up(ask)
-        metrics = self.router.observers.metrics
+        metrics = self.observers.metrics
         metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
         if selection_id is not None:
@@ -106,9 +112,9 @@ class Desk:
         """
         reservation_id = reservation_id or new_id()
         self.reservations.check_room(reservation_id)
-        claim = Claim(ask, self.router.admission, self.router.entrance)
+        claim = Claim(ask, self.admission, self.entrance)
         try:
-            with self.router.admission:
+            with self.admission:
                 decision = await self._decide(ask)
                 if ask.caller.usage is not None:
                     ask.caller.usage.spend(decision.tokens)
@@ -132,7 +138,7 @@ class Desk:
         if obstacle is not None:
             raise NoReplica(decision.model_name, f"the selected one: {obstacle}")
         self.reservations.check_room(selection_id)
-        claim = Claim(ask, self.router.admission, self.router.entrance)
+        claim = Claim(ask, self.admission, self.entrance)
         try:
             if caller.usage is not None:
                 caller.usage.spend(decision.tokens)
@@ -147,11 +153,11 @@ class Desk:
         terms = self._terms(ask)
         if ask.endpoint is None:
             return await self._decide_by_load(ask, terms)
-        found = self.router.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
+        found = self.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
         return found if isinstance(found, Decision) else await found
 
     async def _decide_by_load(self, ask: Question, terms: Terms) -> Decision:
-        dispatcher, usage = self.router.dispatcher, ask.caller.usage
+        dispatcher, usage = self.dispatcher, ask.caller.usage
         if ask.response_id:
             return await dispatcher.dispatch_to_holder(ask.response_id, ask.body, terms)
         is_object = ask.body[:64].lstrip()[:1] == b"{"
@@ -180,7 +186,7 @@ class Desk:
         book: Callable[[Decision], DecidedReservation],
     ) -> DecidedReservation:
         """Book when a replica has room."""
-        entrance, dispatcher = self.router.entrance, self.router.dispatcher
+        entrance, dispatcher = self.entrance, self.dispatcher
         if entrance is None or not (decision.ranking or decision.may_wait):
             return book(decision)
         waiter = entrance.waiter(decision.model_name, ask.headers, *ask.caller.in_line)
@@ -203,12 +209,12 @@ class Desk:
     def _book(
         self, ask: Question, reservation_id: str, claim: Claim, decision: Decision
     ) -> DecidedReservation:
-        observers, waiter = self.router.observers, claim.waiter
+        observers, waiter = self.observers, claim.waiter
         claim.place = self.reservations.take_place(reservation_id)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
         if waiter is not None:
             observer.waited_s = observers.clock() - waiter.arrived
-        number_of = self._engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
+        number_of = self.engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
         attempt = next(decision.attempts(number_of=number_of))
         clock = self.reservations.clock
         reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock, clock())

@@ -91,7 +91,7 @@ class Pick:
         self.is_refused = False
         """True after a refusal: nothing more is answered."""
         self._parts = parts
-        self._buffer = BodyBuffer(parts.desk.router.admission)
+        self._buffer = BodyBuffer(parts.desk.admission)
         self._body: list[bytes] = []
         self._size = 0
         self._head = _Head({}, "", None, False)
@@ -116,7 +116,7 @@ class Pick:
 
     def refused(self, error: RequestError) -> Any:
         """Respond to the client with an error; the request is over."""
-        self._parts.desk.router.observers.refused(error)
+        self._parts.desk.observers.refused(error)
         self.stage, self.is_refused = Stage.OVER, True
         self._let_go_of_body()
         answer = ProcessingResponse()
@@ -316,7 +316,7 @@ class Pick:
     def _let_go_of_body(self) -> None:
         self._body.clear()
         self._buffer.__exit__(None, None, None)
-        self._buffer = BodyBuffer(self._parts.desk.router.admission)
+        self._buffer = BodyBuffer(self._parts.desk.admission)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from router._core import Place
     from router._core import Reservations as CoreReservations
 
+RESERVE_PATH = "/select_and_reserve"
 _Adopt: TypeAlias = "Callable[[Iterable[tuple[Any, ...]]], object]"
 """Adds reservations that the core reports."""
 _SWEEP_S = 0.5

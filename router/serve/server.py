@@ -36,7 +36,7 @@ from router.config.certificates import (
 from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
-from router.doors.adopted import RESERVE_PATH, Adopted
+from router.doors.adopted import Adopted
 from router.doors.desk import Desk
 from router.doors.http.access import Guard
 from router.doors.http.access_log import logged
@@ -57,9 +57,10 @@ from router.doors.http.openapi import Access
 from router.doors.http.questions import RouteQuestions
 from router.doors.http.selection import SELECT_PATH, add_selection, take_report
 from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
-from router.doors.reservations import ReservationStatistics
+from router.doors.reservations import RESERVE_PATH, ReservationStatistics
 from router.doors.terms_reader import TermsReader
 from router.errors import ConfigError, Overloaded
+from router.fleet.engine_order import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
@@ -125,7 +126,7 @@ class RouterApp:
         terms = _terms_reader(service)
         self.gateway = Gateway(service, guard, paths, terms)
         self.paths = paths
-        self.desk = Desk(service, service.reservations, terms)
+        self.desk = _desk(service, terms)
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
@@ -164,6 +165,18 @@ def _terms_reader(service: RouterService) -> TermsReader:
     return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
 
 
+def _desk(service: RouterService, terms: TermsReader) -> Desk:
+    return Desk(
+        service.dispatcher,
+        service.observers,
+        service.admission,
+        service.entrance,
+        EngineOrder(service.config.overload),
+        service.reservations,
+        terms,
+    )
+
+
 def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk, lifespan: _Lifespan) -> FastAPI:
     """Make the application for all paths that are not proxied."""
     app, router, guard = new_api(lifespan), parts.router, parts.guard
@@ -172,7 +185,7 @@ def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk, lifespan: _Lifespan) 
     add_probes(app, parts, operator)
     sees_hits = client if guard.clients_see_hits else Access("operator", guard, False)
     add_route(app, parts, desk.terms, sees_hits)
-    add_selection(app, desk, sees_hits)
+    add_selection(app, desk, router.config, sees_hits)
     add_dialects(app, DialectEndpoints(router), sees_hits, operator)
     add_models(app, router.models, router.registry, client)
     add_operation(app, parts, operator)

@@ -9,7 +9,7 @@ The files; each imports only what is listed above it:
     forwarding.py         the part of a client's request that goes on to a replica
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              bodies of responses as types: probes, errors, models
-    route_views.py        where a request goes, and why; made from a decision
+    route_views.py        where a request goes, and why: the types
     request_views.py      the requests routed last
     replica_views.py      replicas in full
     overview.py           the router at a glance
@@ -18,6 +18,7 @@ The files; each imports only what is listed above it:
     question_fields.py    what gateways say beside the request that they ask about
     openapi.py            the OpenAPI document
     models.py             the models that clients may ask for
+    decision_views.py     the responses that show a decision
     live_page.py          the live page's files, and the headers that restrict a browser to them
     questions.py          `/route` in short, without ASGI
     selection.py          where gateways that send requests themselves ask and report

@@ -21,6 +21,7 @@ from router.config.schema import RouterConfig
 from router.doors.asks import Key, tenant_salt
 from router.doors.http.access import Guard
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
+from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import (
     NOT_ROUTED,
@@ -43,7 +44,7 @@ from router.doors.http.request_bodies import (
     TokenIdsRequest,
 )
 from router.doors.http.request_views import RequestsView, requests_view
-from router.doors.http.route_views import RouteView, encoded, encoding_of, route_view
+from router.doors.http.route_views import RouteView
 from router.doors.http.views import RemovedReplica, StatusView
 from router.doors.reservations import Reservations
 from router.doors.terms_reader import TermsReader

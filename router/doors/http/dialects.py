@@ -17,9 +17,9 @@ from kvevents.events import BlockHash
 from router.config.replica import read_replica
 from router.doors.asks import Key, tenant_salt
 from router.doors.http.bodies import decode_body, json_response, read_request
+from router.doors.http.decision_views import tokens_with_memory
 from router.doors.http.networks import Networks
 from router.doors.http.openapi import Access
-from router.doors.http.route_views import tokens_with_memory
 from router.doors.names import worker_number
 from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica

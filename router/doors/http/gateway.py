@@ -9,10 +9,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard, check_one_content_type
 from router.doors.http.access_log import AccessLine
@@ -46,26 +47,43 @@ from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
-from router.plane.relays import PlaneRelay
+from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.priority import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
+from router.routing.admission import Admission
+from router.routing.deciding import Deciding
 from router.routing.decision import Decision
 from router.routing.key_holders import TenantSalt
 from router.routing.terms import NO_HEADERS, Terms
-from router.telemetry.parts import RouterParts
-from router.telemetry.request_observer import RequestObserver
-from router.telemetry.spans import PlacedTrace, RequestTrace
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_observer import RequestObserver, RequestObservers
+from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
 from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
+
+
+class GatewayParts(Protocol):
+    """The parts of a router that requests go through; see `RouterParts`."""
+
+    config: RouterConfig
+    admission: Admission
+    entrance: Entrance | None
+    metrics: RouterMetrics
+    observers: RequestObservers
+    proxy: PlaneProxy
+    tracer: Tracer | None
+
+    @property
+    def dispatcher(self) -> Deciding: ...
 
 
 class Gateway:
     """Serves the proxied paths."""
 
     def __init__(
-        self, router: RouterParts, guard: Guard, paths: ProxiedPaths, terms: TermsReader
+        self, router: GatewayParts, guard: Guard, paths: ProxiedPaths, terms: TermsReader
     ) -> None:
         config = router.config
         self.router, self.server, self.guard, self.terms = router, config.server, guard, terms

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from router.config.origin import Header
 from router.doors.asks import Key
+from router.doors.http.decision_views import encoded, encoding_of, route_view
 from router.doors.http.gateway import Gateway, Passage
-from router.doors.http.route_views import encoded, encoding_of, route_view
 from router.doors.proxied_paths import ProxiedPath, RoutedBy
 from router.errors import RequestError
 from router.plane.exchanges import PlaneExchange

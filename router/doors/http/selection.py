@@ -14,10 +14,11 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Receive
 
-from router.doors.adopted import RESERVE_PATH
+from router.config.schema import RouterConfig
 from router.doors.asks import Key, Question, request_id_in
 from router.doors.desk import DecidedReservation, Desk
 from router.doors.http.bodies import ClientLeft, decode_body, json_response, read_request
+from router.doors.http.decision_views import selection_view
 from router.doors.http.openapi import NOT_ROUTED, REFUSED_BODY, Access, described, sends, takes
 from router.doors.http.question_fields import OWN_FIELDS, eligible
 from router.doors.http.request_bodies import (
@@ -27,9 +28,9 @@ from router.doors.http.request_bodies import (
     ReservationRequest,
     SelectionRequest,
 )
-from router.doors.http.route_views import SelectionView, selection_view
+from router.doors.http.route_views import SelectionView
 from router.doors.http.views import StatusView
-from router.doors.reservations import Outcome, Reservation, Reservations
+from router.doors.reservations import RESERVE_PATH, Outcome, Reservation, Reservations
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -60,13 +61,13 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 
-def add_selection(app: FastAPI, desk: Desk, access: Access) -> None:
+def add_selection(app: FastAPI, desk: Desk, config: RouterConfig, access: Access) -> None:
     """Add the endpoints.
 
     Args:
         access: Who may ask: the answers reveal what is cached.
     """
-    doors = _SelectionEndpoints(desk)
+    doors = _SelectionEndpoints(desk, config)
     _add_selecting(app, doors, access)
     _add_reservations(app, doors, access)
     _add_reports(app, doors, access)
@@ -237,13 +238,13 @@ class _SelectionEndpoints:
     """The common part of the endpoints."""
 
     desk: Desk
+    config: RouterConfig
 
     async def read(self, request: Request, kind: type[SelectionRequest]) -> tuple[Any, Question]:
         """The router's own fields of a question, and the question."""
         headers = dict(request.headers.raw)
-        with self.desk.router.admission.buffer() as buffer:
-            server = self.desk.router.config.server
-            body = await read_request(request, server, buffer.add)
+        with self.desk.admission.buffer() as buffer:
+            body = await read_request(request, self.config.server, buffer.add)
         fields: Any = decode_body(body, OWN_FIELDS[kind])
         ask = Question(
             endpoint=Endpoint.ROUTE,
@@ -262,13 +263,12 @@ class _SelectionEndpoints:
     ) -> DecidedReservation:
         """Reserve; while that waits, it is given up if the gateway leaves."""
         reserving = self.desk.reserve(ask, name)
-        if not self.desk.router.config.overload.is_queueing:
+        if not self.config.overload.is_queueing:
             return await reserving
         return await _unless_left(request.receive, reserving)
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
-        server = self.desk.router.config.server
-        body = await read_request(request, server, lambda _: None, MAX_REPORT_BYTES)
+        body = await read_request(request, self.config.server, lambda _: None, MAX_REPORT_BYTES)
         return _decoded(body, kind)
 
     def get(self, request: Request, reservation_id: str) -> Reservation:
