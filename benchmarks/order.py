@@ -33,7 +33,7 @@ from benchmarks.simulation.contract import Account
 from benchmarks.simulation.outcome import percentile
 from benchmarks.simulation.routing import LEAST_DELAY, SimulatedRouter
 from benchmarks.simulation.time_model import AcceleratorTime
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.fleet.line import place_of
 from tests.interop.layouts import full, layout
 

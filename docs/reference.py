@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
 from kvevents.field_docs import field_docs
-from router.config import board, discovery, models, policy, values
+from router.config import discovery, models, routing, sharing, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
@@ -65,7 +65,7 @@ _NAMED = {
         "ReplicaId": "1 to 128 of `A-Za-z0-9_.:-`",
         "Secret": "key",
     },
-    board: {
+    sharing: {
         "BoardUrl": "`redis://`, `rediss://`, `valkey://` or `valkeys://`, host, port, number of "
         "the database",
         "Prefix": "1 to 64 of `A-Za-z0-9_.:-`",
@@ -78,7 +78,7 @@ _NAMED = {
         "IdPrefix": "up to 64 of `A-Za-z0-9_.:-`",
         "PortName": "a port's name",
     },
-    policy: {
+    routing: {
         "PolicyName": ", ".join(f"`{name}`" for name in BUILT_IN) + ", or a plug-in's name",
     },
     scoring: {"Cost": "cost", "Share": "share"},

@@ -19,7 +19,7 @@ from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.fleet.line import place_of
 from router.policies import Weights
 

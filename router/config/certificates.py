@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.config.files import Stamp, stamp_of
-from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.document import Stamp, stamp_of
+from router.config.server import ListenerTlsConfig, ReplicaTlsConfig
 from router.errors import ConfigError, ConfigProblem
 
 logger = logging.getLogger(__name__)

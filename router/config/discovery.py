@@ -9,8 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kvevents.lookups import is_numeric
 from router.config.replica import ReplicaOptions
-from router.config.rules import Location, broken_rule, repeated
-from router.config.section import Section
+from router.config.section import Location, Section, broken_rule, repeated
 from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
 

@@ -1,4 +1,4 @@
-"""YAML text to plain data, and pydantic's errors to ours.
+"""Files and their changes; YAML text to plain data, and pydantic's errors to ours.
 
 A key that appears twice is an error, where YAML would let the last one win. Every problem is
 reported with its path, its value unless that is secret, and the rule it breaks.
@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from router.config.rules import RULE, Location
+from router.config.section import RULE, Location
 from router.errors import ConfigError, ConfigProblem
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -32,7 +32,20 @@ _EXPECTED = {
 }
 
 
-# --- text to data ---------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
+
+Stamp = tuple[int, int, int]
+"""Stands for a file's content without reading it: a change changes one of the numbers. Links are
+followed, so a mounted ConfigMap that changes is noticed as well."""
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Time, size and identity of a file; None if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_text(path: Path) -> str:
@@ -50,6 +63,9 @@ def read_text(path: Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError([ConfigProblem(str(path), f"byte {error.start} is not UTF-8")]) from None
+
+
+# --- text to data ---------------------------------------------------------------------------------
 
 
 def parse_document(text: str) -> object:

@@ -11,8 +11,7 @@ from pydantic import Field, SecretStr, ValidationError
 from kvevents.listener import LISTENED_TO
 from router.config.document import parse_document, problems_in, read_text
 from router.config.origin import Origin
-from router.config.rules import Location, PriorityOrder, Role, repeated
-from router.config.section import Section
+from router.config.section import Location, PriorityOrder, Role, Section, repeated
 from router.config.values import (
     PLAIN,
     POLLED,

@@ -16,25 +16,16 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvevents.events import STORAGE
-from router.config.approximate import ApproximateConfig
-from router.config.board import BoardConfig
 from router.config.discovery import DiscoveryConfig
 from router.config.document import parse_document, problems_in, read_text
-from router.config.doors import DoorsConfig
-from router.config.events import EventsConfig
-from router.config.health import HealthConfig
-from router.config.models import ModelConfig
-from router.config.observability import ObservabilityConfig
-from router.config.overload import OverloadConfig
-from router.config.policy import PolicyConfig
-from router.config.prefill import PrefillConfig
+from router.config.models import ModelConfig, VersionedModelConfig
 from router.config.replica import ReplicaConfig, ReplicaOptions
-from router.config.rules import Location
-from router.config.section import Section
-from router.config.server import ServerConfig
-from router.config.state import StateConfig
+from router.config.routing import OverloadConfig, PolicyConfig, PrefillConfig
+from router.config.section import Location, Section
+from router.config.server import DoorsConfig, ObservabilityConfig, ServerConfig
+from router.config.sharing import BoardConfig, StateConfig
 from router.config.values import Items
-from router.config.versions import VersionedModelConfig
+from router.config.watch import ApproximateConfig, EventsConfig, HealthConfig
 from router.errors import ConfigError, ConfigProblem
 from router.policies.types import Weights
 

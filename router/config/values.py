@@ -27,7 +27,7 @@ from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
 from kvevents.errors import CurveError
 from kvevents.listener import LISTENED_TO
 from router.config.origin import Origin, OriginError, in_url
-from router.config.rules import broken_rule
+from router.config.section import broken_rule
 
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 
 from kvevents.tasks import begin_lasting
 from router.config.certificates import Certificate, keep_fresh
-from router.config.doors import ExtProcConfig
 from router.config.schema import RouterConfig
+from router.config.server import ExtProcConfig
 from router.doors.asks import ANONYMOUS, Key, Question, new_id
 from router.doors.desk import Desk
 from router.doors.http.access import KEY_HEADERS, Guard

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.fleet.entrance import PriorityClasses
 from router.fleet.line import LONGEST_TOKENS, place_of
 

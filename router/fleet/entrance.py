@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.errors import BadRequest
 from router.fleet.line import LineLimits, Waiter
 from router.fleet.room import WaitingRoom

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
 from kvevents.field_docs import counter, gauge
-from router.config.keys import ClientKeyConfig
+from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 
 _WINDOW_S = 60

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.config.health import HealthConfig
+from router.config.watch import HealthConfig
 
 QUIET_AFTER = 5
 """Intervals without a request that count as quiet."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord

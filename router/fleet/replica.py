@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from router.config.origin import Header
 from router.config.replica import ReplicaConfig, key_bytes
-from router.config.rules import PriorityOrder
+from router.config.section import PriorityOrder
 from router.config.values import reachable
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate

@@ -32,7 +32,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvevents.errors import UNREADABLE
-from router.config.rules import PriorityOrder
+from router.config.section import PriorityOrder
 from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
 from router.errors import InvalidReplicaResponse
 from router.fleet.load_topic import LoadTopic

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from kvevents.field_docs import counter, flag, gauge
-from router.config.rules import Role
+from router.config.section import Role
 from router.fleet.engine_load import EngineLoad
 from router.fleet.load import ReplicaLoad
 

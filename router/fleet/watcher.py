@@ -13,8 +13,8 @@ from random import Random
 from typing import Any, Protocol
 
 from kvevents.tasks import begin_lasting
-from router.config.health import HealthConfig
 from router.config.origin import Header, Origin
+from router.config.watch import HealthConfig
 from router.errors import InvalidReplicaResponse
 from router.fleet.client_errors import OutOfResources, UpstreamError
 from router.fleet.engine_load import EngineLoad, parse_engine_load

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from kvevents.tasks import begin_lasting
-from router.config.health import HealthConfig
+from router.config.watch import HealthConfig
 from router.fleet.load import LoadTracker
 from router.fleet.load_topic import LoadTopics
 from router.fleet.pace import Pace, Traffic

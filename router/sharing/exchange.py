@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from router.config.board import BoardConfig
 from router.config.extras import import_extra
+from router.config.sharing import BoardConfig
 from router.errors import ConfigError, ConfigProblem
 from router.fleet.limits import KeyCounts, KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of

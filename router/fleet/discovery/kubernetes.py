@@ -19,7 +19,7 @@ from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
 from router.config.document import problems_in
 from router.config.origin import Origin, in_url
 from router.config.replica import ReplicaConfig, ReplicaOptions
-from router.config.rules import Location, Role
+from router.config.section import Location, Role
 from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
 from router.fleet.discovery.kubernetes_api import (
     Collection,

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.config.server import TimeoutsConfig
+from router.config.watch import HealthConfig
 from router.errors import BadRequest, ConfigError
 from router.index.layout_learner import LayoutHints, StoreHint
 from router.policies import PolicySettings, make_policy, policy_names

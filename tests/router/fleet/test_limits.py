@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.keys import ClientKeyConfig
+from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 from router.fleet.limits import (
     KeyCounts,

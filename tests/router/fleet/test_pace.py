@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.origin import Header, Origin
 from router.config.schema import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.pace import QUIET_AFTER, Pace, Traffic
 from router.fleet.registry import ReplicaRegistry

@@ -18,9 +18,9 @@ from async_timeout import timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.values import reachable
+from router.config.watch import HealthConfig
 from router.errors import (
     BadRequest,
     InvalidReplicaResponse,

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvevents.events import BlockStored, EventBatch
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.errors import (
     BadRequest,
     NoReplica,

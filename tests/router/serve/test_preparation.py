@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
+from router.config.watch import HealthConfig
 from router.doors.terms_reader import TermsReader
 from router.fleet.engine_order import EngineOrder
 from router.fleet.load import LoadTracker

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from router._core import Visit
-from router.config.health import HealthConfig
-from router.config.keys import ClientKeyConfig
 from router.config.origin import Header, Origin
 from router.config.replica import read_replica
+from router.config.server import ClientKeyConfig
+from router.config.watch import HealthConfig
 from router.errors import KeyLimitReached
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
 from router.fleet.limits import KeyCounts, KeyLimits

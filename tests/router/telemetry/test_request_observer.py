@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import BlockStored, EventBatch
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.feed.taps import Taps
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
