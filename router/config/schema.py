@@ -167,10 +167,10 @@ class RouterConfig(Section, frozen=True):
         rule = "there must be events.curve_keys for that"
         if self.events.curve_server_key is not None:
             yield ("events", "curve_server_key"), rule
-        for index, replica in enumerate(self.replicas):
-            for number, source in enumerate(replica.kv_events or ()):
+        for place, options in self._options():
+            for index, source in enumerate(options.kv_events or ()):
                 if source.server_key is not None:
-                    yield ("replicas", index, "kv_events", number, "server_key"), rule
+                    yield (*place, "kv_events", index, "server_key"), rule
 
     @property
     def weights(self) -> Weights:

@@ -720,6 +720,25 @@ def test_a_public_key_may_look_as_if_it_named_a_variable() -> None:
     assert found == f"events.curve_server_key: {rule}"
 
 
+def test_a_publishers_key_without_our_own_is_refused_wherever_a_source_can_stand() -> None:
+    """Its stream would be followed in plain text, and nothing would say so."""
+    source = {"endpoint": "tcp://*:5557", "server_key": zmq.curve_keypair()[0].decode()}
+    replica = {"kv_events": [source]}
+    dns = {"name": "a", "port": 1, "replica": replica}
+    pods = {"selector": "app=a", "replica": replica}
+    document = {
+        "replicas": [{"url": "http://a:1", **replica}],
+        "discovery": {"dns": [dns], "kubernetes": [pods]},
+    }
+    places = ("replicas[0]", "discovery.dns[0].replica", "discovery.kubernetes[0].replica")
+    rule = "there must be events.curve_keys for that"
+    assert problems(yaml.safe_dump(document)) == [
+        f"{place}.kv_events[0].server_key: {rule}" for place in places
+    ]
+    document["events"] = {"curve_keys": "k"}
+    read(yaml.safe_dump(document))
+
+
 def test_a_source_that_is_asked_has_a_path_and_nothing_of_a_stream() -> None:
     """TensorRT-LLM's; what would come to nothing is refused."""
     replica = "replicas: [{url: 'http://a:1', kv_events: [{endpoint: '%s'%s}]}]"
