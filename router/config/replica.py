@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 
-from kvevents.listener import LISTENED_TO
 from router.config.document import parse_document, problems_in, read_text
 from router.config.origin import Origin
 from router.config.section import Location, PriorityOrder, Role, Section, repeated
@@ -130,13 +129,6 @@ class ReplicaOptions(Section, frozen=True):
     Change it when the engine orders by priority ([the order in
     engines](operations.md#the-order-in-engines)): `lower_first` for vLLM, `higher_first` for
     SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine report it."""
-
-    @property
-    def listened_ranks(self) -> Iterator[tuple[int, int]]:
-        """(place, rank) of the sources that connect to the router."""
-        for index, source in enumerate(self.kv_events or ()):
-            if source.endpoint == LISTENED_TO:
-                yield index, source.dp_rank
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Ranks that appear twice, and options that a polled source cannot have."""

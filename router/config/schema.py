@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvevents.events import STORAGE
+from kvevents.listener import LISTENED_TO
 from router.config.discovery import DiscoveryConfig
 from router.config.document import parse_document, problems_in, read_text
 from router.config.models import ModelConfig, VersionedModelConfig
@@ -120,11 +121,8 @@ class RouterConfig(Section, frozen=True):
         distinguishes clients, or orders them itself."""
         overload = self.overload
         ordered = overload.is_queueing or overload.priority_header is not None
-        return ordered or bool(self.server.client_api_keys) or self._orders_engines
-
-    @property
-    def _orders_engines(self) -> bool:
-        return any(each.priority_order is not None for _, each in self._options())
+        orders_engines = any(each.priority_order is not None for _, each in self._options())
+        return ordered or bool(self.server.client_api_keys) or orders_engines
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
         """Sources without a listener to connect to, and keys that are not checked there."""
@@ -136,14 +134,16 @@ class RouterConfig(Section, frozen=True):
             yield ("events", "listen_ranks"), "there must be events.listen for that"
         ranks = 0 if events.listen is None else events.listen_ranks
         for place, options in self._options():
-            for index, rank in options.listened_ranks:
+            for index, source in enumerate(options.kv_events or ()):
+                if source.endpoint != LISTENED_TO:
+                    continue
                 if not ranks:
                     rule = "listen; there must be events.listen for that"
                     yield (*place, "kv_events", index, "endpoint"), rule
-                elif rank >= ranks:
-                    rule = f"{rank}; must be below events.listen_ranks ({ranks})"
+                elif source.dp_rank >= ranks:
+                    rule = f"{source.dp_rank}; must be below events.listen_ranks ({ranks})"
                     yield (*place, "kv_events", index, "dp_rank"), rule
-                if (options.kv_events or ())[index].server_key is not None:
+                if source.server_key is not None:
                     rule = "who connects to the router shows no key; must be left out"
                     yield (*place, "kv_events", index, "server_key"), rule
 
