@@ -98,9 +98,7 @@ class LayoutConfig(Section, frozen=True):
     """Change it when hits are multiples of something other than the least common multiple of the
     block sizes seen."""
     eagle: DrafterGroups = False
-    """The groups, by index, that hold layers of an EAGLE or MTP drafter; true: all.
-
-    Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
+    """Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
     shows it. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
     eagle_sees_last_token: bool = True
     """Change it when `eagle` is set and the engines are vLLM before 0.32."""
@@ -275,9 +273,7 @@ class VersionedModelConfig(Section, frozen=True):
     name: Name
     """The model name in requests. No model, alias or adapter may have it."""
     header: HeaderName = "x-model-version"
-    """With this header a client chooses a version, by its label.
-
-    Change it when clients choose by another one; its value is a version's `label`, and any other
+    """Change it when clients choose by another one; its value is a version's `label`, and any other
     value is no choice."""
     versions: Annotated[Items[VersionConfig], Field(min_length=1, max_length=64)]
     """The models that it stands for."""

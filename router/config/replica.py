@@ -39,14 +39,10 @@ class EventSourceConfig(Section, frozen=True):
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
-    """The address of its snapshots, if these have one of their own.
-
-    Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on the
-    replay endpoint, as ours, needs nothing."""
+    """Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on
+    the replay endpoint, as ours, needs nothing."""
     server_key: CurvePublicKey | None = None
-    """The publisher's public key.
-
-    Change it when its stream is encrypted, and its public key is another than
+    """Change it when its stream is encrypted, and its public key is another than
     `events.curve_server_key`."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
     """Change it when several publishers share an address. Compared exactly; empty accepts every
@@ -101,9 +97,7 @@ class ReplicaOptions(Section, frozen=True):
     Change it when it has neither `GET /kv_event_sources` (vLLM 0.32) nor `kv_events` in `GET
     /server_info` (SGLang 0.5.17); `[]` means that it publishes nothing."""
     api_key: Secret | None = None
-    """Sent to it in place of the client's key.
-
-    Change it when the engine requires one; it replaces the client's."""
+    """Change it when the engine requires one; it replaces the client's."""
     role: Role = "both"
     """Its part of a request: `prefill` gets no requests of its own, and computes prompts for
     others; `decode` has its longer prompts computed elsewhere.

@@ -32,9 +32,7 @@ class PolicyConfig(Section, frozen=True):
     default before), or a plug-in (entry point group `kvroute.policies`)."""
     weights: Weights = Weights()
     session_header: HeaderName = "x-session-id"
-    """Names the session, for the policy `session`; in lower case.
-
-    Change it when clients name their session in another header; used by `session`. Without the
+    """Change it when clients name their session in another header; used by `session`. Without the
     header, `session_id`, `prompt_cache_key`, `conversation`, `previous_response_id` or `user` of
     the body is used."""
     recent_ttl_s: Seconds = 5.0

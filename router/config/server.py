@@ -66,9 +66,7 @@ class ReplicaTlsConfig(Section, frozen=True):
     Change it when certificates there are from an authority of your own; it is then the only one
     that is trusted."""
     certificate: PlacedPath | None = None
-    """Shown to those that ask for one.
-
-    Change it when they ask for a certificate, as a router does with `server.tls.client_ca`."""
+    """Change it when they ask for a certificate, as a router does with `server.tls.client_ca`."""
     key: PlacedPath | None = None
     """Always with a certificate: its private key, without a password."""
 
@@ -214,10 +212,8 @@ class ObservabilityConfig(Section, frozen=True):
     """Change it when operators may record what a replica caches, with the prompts it is sent as
     token ids: `kvroute capture` with `--url`; on the command line `--allow-capture`."""
     metrics_need_key: bool = False
-    """True: /metrics requires the operator's key.
-
-    Change it when only some may scrape: `/metrics` then requires `operator_api_key`, which must be
-    set."""
+    """Change it when only some may scrape: `/metrics` then requires `operator_api_key`, which must
+    be set."""
     tracing: TracingConfig = TracingConfig()
 
 
@@ -322,14 +318,11 @@ class ServerConfig(Section, frozen=True):
     """Change it when clients should have keys of their own, or keys are to be changed one by
     one."""
     operator_api_keys: Items[OperatorKeyConfig] = ()
-    """More keys of operators.
-
-    Change it when operators should have keys of their own, or keys are to be changed one by one."""
+    """Change it when operators should have keys of their own, or keys are to be changed one by
+    one."""
     wrong_key_delay_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), PLAIN] = 1.0
-    """How long the response to a wrong key is held back, after some from the same address.
-
-    Change it when refusals of wrong keys should be held back for longer, or not at all; the first
-    five from an address are not."""
+    """Change it when refusals of wrong keys should be held back for longer, or not at all; the
+    first five from an address are not."""
     clients_see_hits: bool | None = None
     """True: clients see how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null: where
     they need no key.
@@ -341,9 +334,7 @@ class ServerConfig(Section, frozen=True):
     """Change it when the router is asked without a key under a name that is not `localhost`, the
     machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
     replica_networks: Items[Network] = PRIVATE_NETWORKS
-    """Networks of replicas that may be added at run time.
-
-    Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
+    """Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
     anywhere."""
     trusted_proxies: Items[Network] = ()
     """Proxies whose `x-forwarded-*` is passed on, with their own address added.
@@ -351,10 +342,8 @@ class ServerConfig(Section, frozen=True):
     Change it when a proxy in front adds the client's address: its `x-forwarded-for` and `-proto` go
     on, from others the router sets its own."""
     insecure: bool = False
-    """Listen on other addresses than loopback although there is no client key.
-
-    Change it when `host` is reached by other machines, and all of them may send prompts without a
-    key. Without it such a router does not start."""
+    """Change it when `host` is reached by other machines, and all of them may send prompts without
+    a key. Without it such a router does not start."""
     max_body_bytes: Bytes = 64 * 1024 * 1024
     """Change it when requests with images or long prompts get 413."""
     max_header_bytes: Bytes = 64 * 1024

@@ -71,9 +71,7 @@ class BoardConfig(Section, frozen=True):
 
     Change it when the server's certificate is of an authority of your own."""
     certificate: PlacedPath | None = None
-    """Shown to a server that asks for one.
-
-    Change it when the server asks clients for a certificate."""
+    """Change it when the server asks clients for a certificate."""
     key: PlacedPath | None = None
     """Always with a certificate: its private key, without a password."""
 
