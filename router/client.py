@@ -81,7 +81,7 @@ class Selection:
     `unavailable`. It counts against its health."""
 
     def report(self, outcome: str) -> dict[str, Any]:
-        """The body that ends the reservation."""
+        """Return the body that ends the reservation."""
         found = {
             "outcome": outcome,
             "usage": self.usage,

@@ -78,7 +78,7 @@ class RequestError(RouterError):
         super().__init__(self.text if message is None else message)
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers that belong to the response, names in lower case."""
+        """Return headers that belong to the response, names in lower case."""
         return () if self.retry_after_s is None else ((b"retry-after", b"%d" % self.retry_after_s),)
 
 
@@ -427,7 +427,7 @@ class ShuttingDown(_NotNow):
 
 
 def _shown(text: str) -> str:
-    """A name from outside, quoted and cut to a bounded length."""
+    """Return a name from outside, quoted and cut to a bounded length."""
     return repr(text if len(text) <= 100 else text[:97] + "...")
 
 

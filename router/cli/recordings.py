@@ -64,7 +64,8 @@ class Header(msgspec.Struct):
     prefix_replay_tokens: int = 0
 
     def hints(self, learn_layout: bool) -> LayoutHints:
-        """The layout of the header; or, if it is to be learned, only what no event shows of it.
+        """Return the layout of the header; or, if it is to be learned, only what no event shows of
+        it.
 
         Raises:
             RecordingError: The groups contradict themselves.
@@ -310,7 +311,7 @@ class ReplaySummary:
 
     @property
     def is_exact(self) -> bool:
-        """Every prediction was right, and every frame readable."""
+        """Return whether every prediction was right and every frame readable."""
         return self.exact == self.queries and not self.malformed
 
     def add(self, prediction: Prediction) -> None:

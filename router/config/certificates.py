@@ -23,7 +23,7 @@ _WATCH_S = 5.0
 
 @dataclass(eq=False)
 class Certificate:
-    """What one side shows and trusts: a context, and the files that it is made of.
+    """A context, made of the files that one side shows and trusts.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -36,7 +36,7 @@ class Certificate:
     authorities: str | None
     """Trusted authorities; None: the system's, or no certificate is asked for."""
     context: ssl.SSLContext = field(init=False, repr=False)
-    """Another one once the files have been read again."""
+    """It is another one once the files have been read again."""
 
     def __post_init__(self) -> None:
         self.load()
@@ -58,7 +58,7 @@ class Certificate:
         self.context = context
 
     def stamp(self) -> list[Stamp | None]:
-        """A value that changes when a file changes."""
+        """Return a value that changes when a file changes."""
         files = self.certificate, self.key, self.authorities
         return [stamp_of(Path(path)) for path in files if path]
 

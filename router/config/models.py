@@ -51,7 +51,7 @@ class GroupConfig(Section, frozen=True):
     """Change it when the kind is chunked local attention: then it is required."""
 
     def to_group(self, index: int) -> KVCacheGroup:
-        """The group as the hit rule knows it; raises `LayoutError`."""
+        """Return the group as the hit rule knows it; raises `LayoutError`."""
         return group_from_spec(
             index,
             GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size),
@@ -59,7 +59,7 @@ class GroupConfig(Section, frozen=True):
 
 
 class LowerTierConfig(Section, frozen=True):
-    """How much one lower tier keeps together, where its events show it too late."""
+    """Tells how much one lower tier keeps together, where its events show it too late."""
 
     medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
     """The tier's name in events, in any case."""
@@ -74,11 +74,11 @@ class LowerTierConfig(Section, frozen=True):
     two is required."""
 
     def to_hint(self) -> tuple[str, TierHint]:
-        """The same for the index."""
+        """Return the same for the index."""
         return self.medium.upper(), TierHint(self.blocks_per_chunk, self.block_size)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Both sizes or none."""
+        """Yield that both sizes are given, or neither."""
         if (self.blocks_per_chunk is None) == (self.block_size is None):
             yield (), "must have either blocks_per_chunk or block_size"
 
@@ -124,13 +124,13 @@ class LayoutConfig(Section, frozen=True):
     keeps together."""
 
     def to_hints(self) -> LayoutHints:
-        """The same for the index."""
+        """Return the same for the index."""
         groups = tuple(group.to_group(index) for index, group in enumerate(self.groups))
         tiers = tuple(tier.to_hint() for tier in self.tiers)
         return LayoutHints(**{**dict(self), "groups": groups, "tiers": tiers})
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Invalid groups and inconsistent sizes."""
+        """Yield invalid groups and inconsistent sizes."""
         groups = []
         for index, group in enumerate(self.groups):
             made = _made(group, index)
@@ -180,11 +180,11 @@ class StoreConfig(Section, frozen=True):
         return any(fnmatchcase(replica_id, pattern) for pattern in self.replicas)
 
     def to_hint(self) -> StoreHint:
-        """The same for the index."""
+        """Return the same for the index."""
         return StoreHint(self.name, tuple(tier.upper() for tier in self.tiers), self.ownership)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """A tier that cannot be shared."""
+        """Yield a tier that cannot be shared."""
         for index, tier in enumerate(self.tiers):
             if tier.upper() == GPU:
                 yield ("tiers", index), f"{tier!r}; a GPU's blocks are its replica's own"
@@ -231,12 +231,12 @@ class ModelConfig(Section, frozen=True):
     Change it when several replicas share a file system or a bucket."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Stores of one name."""
+        """Yield stores of one name."""
         yield from repeated("stores", [store.name for store in self.stores], "name")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything a request may call it, adapters included."""
+        """Return all names that a request may call it by, adapters included."""
         return (self.name, *self.aliases, *self.lora_adapters)
 
     @property
@@ -263,7 +263,7 @@ class VersionConfig(Section, frozen=True):
 
     @property
     def chosen_by(self) -> str:
-        """The header's value."""
+        """Return the header's value."""
         return self.label or self.model
 
 
@@ -279,7 +279,7 @@ class VersionedModelConfig(Section, frozen=True):
     """The models that it stands for."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Versions with one label, and weights that are all zero."""
+        """Yield versions with one label, and weights that are all zero."""
         yield from repeated("versions", [each.model for each in self.versions], "model")
         yield from repeated("versions", [each.chosen_by for each in self.versions], "label")
         if not any(version.weight for version in self.versions):

@@ -141,5 +141,5 @@ def _check_host(url: str, host: str, place: str) -> None:
 
 
 def in_url(host: str) -> str:
-    """An address as it stands in a URL."""
+    """Return an address as it stands in a URL."""
     return f"[{host}]" if ":" in host else host

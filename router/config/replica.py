@@ -74,12 +74,12 @@ class ReplicaAddress(Section, frozen=True):
 
     @property
     def origin(self) -> Origin:
-        """The URL, taken apart."""
+        """Return the URL, taken apart."""
         return Origin.parse(self.url)
 
     @property
     def replica_id(self) -> str:
-        """The id, given or derived."""
+        """Return the id, given or derived."""
         return self.id or f"{self.origin.host}:{self.origin.port}".replace("%", "-")
 
 
@@ -125,7 +125,7 @@ class ReplicaOptions(Section, frozen=True):
     SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine report it."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ranks that appear twice, and options that a polled source cannot have."""
+        """Yield ranks that appear twice, and options that a polled source cannot have."""
         for index, source in enumerate(self.kv_events or ()):
             for name in ("replay_endpoint", "snapshot_endpoint", "server_key", "topic"):
                 if source.endpoint.startswith(POLLED) and getattr(source, name):
@@ -157,7 +157,7 @@ def read_replica(data: object) -> ReplicaConfig:
 
 
 def key_bytes(key: SecretStr | None) -> bytes | None:
-    """A key as it appears in a header; None if none is configured.
+    """Return a key as it appears in a header; None if none is configured.
 
     Reveal a key once, where it is put to use: not with every request.
     """
@@ -170,7 +170,7 @@ class _ReplicaList(Section, frozen=True):
     replicas: Items[ReplicaConfig] = ()
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ids and URLs that appear twice."""
+        """Yield the ids and URLs that appear twice."""
         yield from repeated("replicas", [each.replica_id for each in self.replicas], "id")
         yield from repeated("replicas", [str(each.origin) for each in self.replicas], "url")
 

@@ -1,4 +1,5 @@
-"""How a replica is chosen, where prompts are computed, and when requests wait."""
+"""The options that decide which replica is chosen, where prompts are computed, and when requests
+wait."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PolicyName = Annotated[
 
 
 class PolicyConfig(Section, frozen=True):
-    """How a replica is chosen."""
+    """Configures how a replica is chosen."""
 
     name: PolicyName = LEAST_DELAY
     """Change it when you want another of them (`prefix`: a request's own wait only, which was the
@@ -54,7 +55,7 @@ class PolicyConfig(Section, frozen=True):
     Change it when a plug-in has options; the built-in policies have none."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Options that no policy reads."""
+        """Yield options that no policy reads."""
         if self.name in BUILT_IN and self.options:
             yield (
                 ("options",),
@@ -63,8 +64,8 @@ class PolicyConfig(Section, frozen=True):
 
 
 class PrefillConfig(Section, frozen=True):
-    """When a prompt is computed by another replica than the response, where `replicas[].role`
-    allows it."""
+    """Configures when a prompt is computed by another replica than the response, where
+    `replicas[].role` allows it."""
 
     min_uncached_tokens: Annotated[int, Field(ge=0, le=1_000_000_000), PLAIN] = 512
     """So many prompt tokens, at least, must be left to compute at the chosen replica; 0: it always
@@ -75,7 +76,7 @@ class PrefillConfig(Section, frozen=True):
 
 
 class OverloadConfig(Section, frozen=True):
-    """How much is sent to a replica at a time, and in which order the rest waits."""
+    """Configures how much is sent to a replica at a time, and in which order the rest waits."""
 
     max_in_flight: Count | None = None
     """Change it when requests should wait in the router, and not in the engines: the requests under
@@ -158,8 +159,8 @@ class OverloadConfig(Section, frozen=True):
         return self.max_in_flight is not None or self.max_prefill_tokens is not None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Classes that appear twice, a default that is not among them, and times that defeat each
-        other."""
+        """Yield classes that appear twice, a default that is not among them, and times that defeat
+        each other."""
         yield from repeated("priorities", self.priorities)
         if self.breaker_max_open_s < self.breaker_open_s:
             rule = f"must be at least breaker_open_s ({self.breaker_open_s:g})"

@@ -125,7 +125,7 @@ class RouterConfig(Section, frozen=True):
         return ordered or bool(self.server.client_api_keys) or orders_engines
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
-        """Sources without a listener to connect to, and keys that are not checked there."""
+        """Yield sources without a listener to connect to, and keys that are not checked there."""
         events = self.events
         if events.listen is not None and events.curve_server_key is not None:
             rule = "events.curve_server_key is set, and who connects to the router shows no key"
@@ -148,14 +148,14 @@ class RouterConfig(Section, frozen=True):
                     yield (*place, "kv_events", index, "server_key"), rule
 
     def _picking(self) -> Iterator[tuple[Location, str]]:
-        """Options of the endpoint picker that come to a wrong address."""
+        """Yield options of the endpoint picker that come to a wrong address."""
         picker = self.doors.ext_proc
         if picker.rank_ports and picker.fallbacks:
             rule = "true; a rank's port is that of one endpoint: fallbacks must be 0"
             yield ("doors", "ext_proc", "rank_ports"), rule
 
     def _options(self) -> Iterator[tuple[Location, ReplicaOptions]]:
-        """All options of replicas, with their places."""
+        """Yield all options of replicas, with their places."""
         for index, replica in enumerate(self.replicas):
             yield ("replicas", index), replica
         for index, dns in enumerate(self.discovery.dns):
@@ -174,8 +174,8 @@ class RouterConfig(Section, frozen=True):
 
     @property
     def weights(self) -> Weights:
-        """The policy's weights, with a cost for every shared store: one that they do not name costs
-        what the slowest tier behind it does."""
+        """Return the policy's weights, with a cost for every shared store: one that they do not
+        name costs what the slowest tier behind it does."""
         weights = self.policy.weights
         costs = dict(weights.tier_token)
         for store in (store for model in self.models for store in model.stores):
@@ -184,7 +184,7 @@ class RouterConfig(Section, frozen=True):
         return replace(weights, tier_token=costs)
 
     def to_public_dict(self) -> dict[str, Any]:
-        """The configuration as plain data, with every secret masked."""
+        """Return the configuration as plain data, with every secret masked."""
         return self.model_dump(mode="json")
 
 
@@ -210,8 +210,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Problems between sections, among those that are valid by themselves: a typo in one replica
-    does not hide that two others share an id."""
+    """Yield problems between sections, among those that are valid by themselves: a typo in one
+    replica does not hide that two others share an id."""
     models = list(_valid(ModelConfig, data, "models", context))
     replicas = list(_valid(ReplicaConfig, data, "replicas", context))
     versioned = list(_valid(VersionedModelConfig, data, "versioned_models", context))
@@ -230,7 +230,7 @@ def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
 def _valid(
     kind: type[SectionT], data: object, key: str, context: dict[str, Any]
 ) -> Iterator[tuple[str, SectionT]]:
-    """The sections of the list *key* that can be read, each with its path."""
+    """Yield the sections of the list *key* that can be read, each with its path."""
     items = data.get(key) if isinstance(data, dict) else None
     for index, item in enumerate(items if isinstance(items, list) else ()):
         with suppress(ValidationError):

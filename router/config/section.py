@@ -29,7 +29,8 @@ RULE = "rule"
 
 
 def broken_rule(text: str) -> PydanticCustomError:
-    """The error for a validator to raise; *text* is the value, unless secret, and the rule."""
+    """Return the error for a validator to raise; *text* is the value, unless secret, and the
+    rule."""
     return PydanticCustomError(RULE, "{text}", {"text": text})
 
 

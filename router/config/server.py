@@ -49,7 +49,7 @@ class ListenerTlsConfig(Section, frozen=True):
     key."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Parts that are missing."""
+        """Yield parts that are missing."""
         if (self.certificate is None) != (self.key is None):
             yield (), "must have both certificate and key, or neither"
         elif self.client_ca is not None and self.certificate is None:
@@ -71,7 +71,7 @@ class ReplicaTlsConfig(Section, frozen=True):
     """Always with a certificate: its private key, without a password."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Parts that are missing."""
+        """Yield parts that are missing."""
         if (self.certificate is None) != (self.key is None):
             yield (), "must have both certificate and key, or neither"
 
@@ -161,7 +161,7 @@ class ExtProcConfig(Section, frozen=True):
 
 
 class DoorsConfig(Section, frozen=True):
-    """For gateways that ask where a request should go and send it themselves."""
+    """Configures what gateways need that ask where a request should go and send it themselves."""
 
     max_reservations: Count = 16_384
     """Change it when gateways have more requests under way at a time; more are refused with 503."""
@@ -226,7 +226,7 @@ PRIVATE_NETWORKS = (
 
 
 class TimeoutsConfig(Section, frozen=True):
-    """How long each phase of a request may take."""
+    """Bounds how long each phase of a request may take."""
 
     connect_s: Seconds = 3.0
     """Change it when replicas are far away. After it the next replica is tried, so keep it
@@ -260,7 +260,7 @@ class TimeoutsConfig(Section, frozen=True):
 
 
 class RetriesConfig(Section, frozen=True):
-    """How often a request is tried again, while nothing of its response has arrived."""
+    """Bounds how often a request is tried again, while nothing of its response has arrived."""
 
     further_attempts: Annotated[int, Field(ge=0, le=100), PLAIN] = 2
     """Change it when requests should get more or fewer attempts after the first; a retry after a
@@ -375,20 +375,21 @@ class ServerConfig(Section, frozen=True):
 
     @property
     def client_keys(self) -> tuple[ClientKeyConfig, ...]:
-        """All keys; the one without a name is called `default`."""
+        """Return all keys; the one without a name is called `default`."""
         if self.client_api_key is None:
             return self.client_api_keys
         return ClientKeyConfig(name="default", key=self.client_api_key), *self.client_api_keys
 
     @property
     def operator_keys(self) -> tuple[OperatorKeyConfig, ...]:
-        """All keys; the one without a name is called `default`."""
+        """Return all keys; the one without a name is called `default`."""
         if self.operator_api_key is None:
             return self.operator_api_keys
         return OperatorKeyConfig(name="default", key=self.operator_api_key), *self.operator_api_keys
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Keys that are the same, and an address that others reach without a key for clients."""
+        """Yield keys that are the same, and an address that others reach without a key for
+        clients."""
         for kind in ("client_api_keys", "operator_api_keys"):
             keys = getattr(self, kind)
             yield from repeated(kind, [each.name for each in keys], "name")

@@ -1,4 +1,4 @@
-"""What a router keeps over a restart, and what routers publish to each other."""
+"""The state that a router keeps over a restart, and the board where routers publish their load."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BoardConfig(Section, frozen=True):
     """Always with a certificate: its private key, without a password."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Parts that are missing."""
+        """Yield parts that are missing."""
         if self.url is not None and self.secret is None:
             yield ("secret",), "null; with a url it must be set, the same at all routers"
         if (self.certificate is None) != (self.key is None):

@@ -77,7 +77,7 @@ def _drafter_groups(data: object) -> object:
 
 
 def _resolve_key(data: object, info: ValidationInfo) -> object:
-    """A key, or the value of the variable that `${NAME}` names.
+    """Return a key, or the value of the variable that `${NAME}` names.
 
     No message repeats the data: the name of a variable may be the key itself.
     """
@@ -108,7 +108,7 @@ def _referred_to(reference: str, context: Mapping[str, Any] | None) -> str:
 
 
 def _content(name: str, directory: Path | None) -> str:
-    """The first line of a file, as secrets are mounted."""
+    """Return the first line of a file, as secrets are mounted."""
     try:
         with (directory or Path()).joinpath(name).open("rb") as file:
             content = file.read(_MAX_KEY_FILE_BYTES).decode("ascii", "replace")
@@ -128,7 +128,8 @@ def _variable(name: str, context: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def placed(path: str, info: ValidationInfo) -> str:
-    """A path as the process finds it: relative ones start at the configuration's own directory."""
+    """Return a path as the process finds it: relative ones start at the configuration's own
+    directory."""
     directory = (info.context or {}).get("directory")
     return path if directory is None else str(directory / path)
 
@@ -208,7 +209,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """The address to connect to, for one that a server binds to.
+    """Return the address to connect to, for one that a server binds to.
 
     Args:
         endpoint: Such as `tcp://*:5557`.

@@ -1,5 +1,5 @@
-"""How replicas and their event streams are watched, and what stands in for a stream that is
-missing."""
+"""The options by which replicas and their event streams are watched, and estimates stand in for
+streams that are missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.config.values import (
 
 
 class HealthConfig(Section, frozen=True):
-    """How replicas are watched."""
+    """Configures how replicas are watched."""
 
     path: UrlPath = "/health"
     """Change it when the engine's health check has another path; any status 200 to 299 is
@@ -77,7 +77,7 @@ class HealthConfig(Section, frozen=True):
     Change it when `interval_s` is raised: this must be longer."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Times that defeat each other."""
+        """Yield times that defeat each other."""
         interval_s, stale_s = self.interval_s, self.engine_load_stale_after_s
         if self.scrape_metrics and stale_s <= interval_s:
             yield (
