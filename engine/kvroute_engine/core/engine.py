@@ -18,7 +18,7 @@ from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec
 
 _IDLE_S = 0.001
-"""How long an idle step waits while copies are in flight."""
+"""An idle step waits so long while copies are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Engine:
         return is_reset
 
     def statistics(self) -> EngineStatistics:
-        """The engine now, and counts since its start."""
+        """Return the engine now, and counts since its start."""
         return EngineStatistics(
             steps=self._steps,
             scheduler=self.scheduler.statistics(),
