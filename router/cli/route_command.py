@@ -105,7 +105,7 @@ def _show(route: RouteView) -> None:
 
 
 def _listed(values: list[_Listed] | msgspec.UnsetType) -> list[_Listed]:
-    """Print an explained route."""
+    """Return what an explained route lists; nothing where the router left it out."""
     return [] if isinstance(values, msgspec.UnsetType) else values
 
 
