@@ -125,14 +125,8 @@ class RouterConfig(Section, frozen=True):
         return ordered or bool(self.server.client_api_keys) or orders_engines
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
-        """Yield sources without a listener to connect to, and keys that are not checked there."""
-        events = self.events
-        if events.listen is not None and events.curve_server_key is not None:
-            rule = "events.curve_server_key is set, and who connects to the router shows no key"
-            yield ("events", "listen"), rule
-        if events.listen is None and events.listen_ranks > 1:
-            yield ("events", "listen_ranks"), "there must be events.listen for that"
-        ranks = 0 if events.listen is None else events.listen_ranks
+        """Yield sources without a listener to connect to, and with keys that it does not check."""
+        ranks = 0 if self.events.listen is None else self.events.listen_ranks
         for place, options in self._options():
             for index, source in enumerate(options.kv_events or ()):
                 if source.endpoint != LISTENED_TO:

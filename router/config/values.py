@@ -24,7 +24,8 @@ from pydantic import (
 
 from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
-from kvevents.errors import CurveError
+from kvevents.endpoints import ZmqEndpoint
+from kvevents.errors import CurveError, EndpointError
 from kvevents.listener import LISTENED_TO
 from router.config.origin import Origin, OriginError, in_url
 from router.config.section import broken_rule
@@ -34,6 +35,7 @@ WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 """Hosts that a server can bind to but no client can connect to."""
 POLLED = ("http://", "https://")
 """Prefixes of the address of a source that is polled for its events."""
+# Less than `ZmqEndpoint` takes: white space is a mistake, and so is a port that is left to ZMQ.
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
 _PROXIED_PATH = re.compile(
     r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
@@ -204,7 +206,11 @@ def _check_proxied_path(path: str) -> str:
 
 
 def is_endpoint(text: str) -> bool:
-    """Return whether *text* has the form of a ZMQ address; wildcards included."""
+    """Return whether *text* is a ZMQ address; wildcards included."""
+    try:
+        ZmqEndpoint.parse("", text)
+    except EndpointError:
+        return False
     return bool(_ENDPOINT.match(text)) and len(text) <= 1024
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from kvevents.endpoints import ZmqEndpoint
+from kvevents.errors import EndpointError
 from router.config.section import Location, Section
 from router.config.values import (
     PLAIN,
@@ -147,6 +149,20 @@ class EventsConfig(Section, frozen=True):
     """The least time between two such rebuilds of one source.
 
     Change it when rebuilds cost too much (raise), or should be repeated sooner (lower)."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Yield a listener that checks no key, and ranks without one or without a port there."""
+        if self.listen is None:
+            if self.listen_ranks > 1:
+                yield ("listen_ranks",), "there must be events.listen for that"
+            return
+        if self.curve_server_key is not None:
+            rule = "events.curve_server_key is set, and who connects to the router shows no key"
+            yield ("listen",), rule
+        try:
+            ZmqEndpoint.parse("", self.listen).for_rank(self.listen_ranks - 1)
+        except EndpointError as error:
+            yield ("listen_ranks",), str(error)
 
 
 class ApproximateConfig(Section, frozen=True):

@@ -720,6 +720,27 @@ def test_a_public_key_may_look_as_if_it_named_a_variable() -> None:
     assert found == f"events.curve_server_key: {rule}"
 
 
+@pytest.mark.parametrize("address", ["tcp://a:99999", "tcp://a:1:2", "tcp://::1:5557"])
+def test_an_address_that_no_socket_takes_is_refused(address: str) -> None:
+    """It would be found out when its stream is to be followed, or the router to listen there."""
+    source = {"endpoint": address, "replay_endpoint": address}
+    document = {"replicas": [{"url": "http://a:1", "kv_events": [source]}]}
+    found = problems(yaml.safe_dump({**document, "events": {"listen": address}}))
+    source_place = "replicas[0].kv_events[0]"
+    places = (f"{source_place}.endpoint", f"{source_place}.replay_endpoint", "events.listen")
+    for place, problem in zip(places, found, strict=True):
+        assert problem.startswith(f"{place}: {address!r}; expected tcp://host:port")
+
+
+def test_every_rank_that_is_listened_for_has_a_port() -> None:
+    """A start would end with a traceback."""
+    (found,) = problems("events: {listen: 'tcp://*:65535', listen_ranks: 2}")
+    rule = "the data-parallel rank's port 65536 must not lie above 65535"
+    assert found == f"events.listen_ranks: tcp://*:65535: {rule}"
+    for listen in ("tcp://*:0", "tcp://*:65534", "ipc:///run/kvroute"):
+        read(yaml.safe_dump({"events": {"listen": listen, "listen_ranks": 2}}))
+
+
 def test_a_publishers_key_without_our_own_is_refused_wherever_a_source_can_stand() -> None:
     """Its stream would be followed in plain text, and nothing would say so."""
     source = {"endpoint": "tcp://*:5557", "server_key": zmq.curve_keypair()[0].decode()}
