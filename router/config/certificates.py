@@ -17,6 +17,7 @@ from router.errors import ConfigError, ConfigProblem
 logger = logging.getLogger(__name__)
 
 LISTENER, REPLICAS, PEERS = "server.tls", "server.replica_tls", "state.peer_tls"
+PICKER = "doors.ext_proc.tls"
 """Their places in the configuration."""
 _WATCH_S = 5.0
 
@@ -78,15 +79,17 @@ class Certificate:
         return context
 
 
-def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
-    """Return the listener's certificate; None for plain HTTP.
+def listener_certificate(config: ListenerTlsConfig, place: str = LISTENER) -> Certificate | None:
+    """Return a listener's certificate; None for one without encryption.
 
+    Args:
+        place: Its path in the configuration.
     Raises:
         ConfigError: A file cannot be used.
     """
     if config.certificate is None:
         return None
-    return Certificate(LISTENER, True, config.certificate, config.key, config.client_ca)
+    return Certificate(place, True, config.certificate, config.key, config.client_ca)
 
 
 def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:
