@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from docs.stream_diagram import diagram
-from kvevents.stream_repair import IMPOSSIBLE, TABLE, StreamRepair, Transition
+from kvevents.stream_repair import TABLE, StreamRepair, Transition
 from kvevents.stream_state import (
     CLEAR_REASONS,
     ON_A_BATCH,
@@ -39,6 +39,41 @@ HANDED_ON = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN, Inpu
 """Fates of a batch that is handed on behind a gap. `NEXT` is not an input then."""
 CONNECTS = frozenset({Input.CONNECTED, Input.CONNECTED_WITHOUT_REPLAY})
 PAIRS = [(state, given) for state in State for given in Input]
+
+_HOLDS_SOMETHING = "a batch or a snapshot was applied before"
+_LATER_NUMBERS = "numbers in a replay rise, and one batch was handed on already"
+_BRINGS_ONE = "a replay from batch 0 that has begun brings at least one batch"
+_BEGINS_WHOLE = "only a hole that a replay begins with is passed, and this one begins whole"
+
+IMPOSSIBLE: dict[tuple[State, Input], str] = {
+    **{
+        (state, Input.NOTHING_HELD): _HOLDS_SOMETHING
+        for state in (
+            State.DOUBTING,
+            State.MAKING_UP,
+            State.LIVE_ADRIFT,
+            State.INCOMPLETE,
+            State.HOLED,
+            State.OVERFULL,
+            State.ADRIFT,
+            State.HOLED_ADRIFT,
+        )
+    },
+    **{
+        (state, Input.BEGINNING): _HOLDS_SOMETHING
+        for state in (
+            State.LIVE_ADRIFT,
+            State.INCOMPLETE,
+            State.HOLED,
+            State.OVERFULL,
+            State.HOLED_ADRIFT,
+        )
+    },
+    (State.MAKING_UP, Input.BEGINNING): _LATER_NUMBERS,
+    (State.REPLAYING, Input.GAP): _BEGINS_WHOLE,
+    (State.REPLAYING, Input.LOST): _BRINGS_ONE,
+}
+"""Pairs that `RESULTS` alone would allow, and the reasons why they cannot meet."""
 
 
 class Place(NamedTuple):
@@ -183,8 +218,7 @@ def test_an_input_that_cannot_come_is_an_error(state: State) -> None:
     """A mistake in the subscriber must end the stream, visibly, instead of being guessed at."""
     for given in set(Input) - set(TABLE[state]):
         repair = StreamRepair(state)
-        reason = IMPOSSIBLE.get((state, given), "no question")
-        with pytest.raises(RuntimeError, match=f"{state.value}: '{given.value}'.*{reason}"):
+        with pytest.raises(RuntimeError, match=f"{state.value}: '{given.value}' cannot come"):
             repair.advance(given)
         assert repair.state is state
 
