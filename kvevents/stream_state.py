@@ -251,54 +251,20 @@ CLEAR_REASONS: Mapping[Input, str] = {
 """Why the consumer is cleared, by the input that leads to it."""
 
 
+_KEPT_OTHERWISE = frozenset({Input.PARTLY_KEPT, Input.ALL_KNOWN})
+_ENDS_OF_A_REPLAY = frozenset(
+    {Input.REPLAY_END, Input.STRANGERS, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
+)
 RESULTS: Mapping[Action, frozenset[Input]] = {
-    Action.ASK_FROM_LAST: frozenset(
-        {
-            Input.NOTHING_HELD,
-            Input.NEWS,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.FOREIGN,
-            Input.MIXED,
-            Input.MOVED_ON,
-            Input.UNPROVABLE,
-            Input.VACANT,
-            Input.NO_ANSWER,
-        }
-    ),
-    Action.FOLLOW: frozenset(
-        {
-            Input.PARTLY_KEPT,
-            Input.ALL_KNOWN,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.FOREIGN,
-            Input.NO_ANSWER,
-        }
-    ),
-    Action.FOLLOW_PAST_HOLES: frozenset(
-        {
-            Input.BEGINNING,
-            Input.PARTLY_KEPT,
-            Input.ALL_KNOWN,
-            Input.GAP,
-            Input.IDENTITY_CHANGED,
-            Input.MALFORMED,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.NO_ANSWER,
-        }
-    ),
+    Action.ASK_FROM_LAST: _ENDS_OF_A_REPLAY
+    | {Input.NOTHING_HELD, Input.NEWS, Input.FOREIGN, Input.MIXED}
+    | {Input.MOVED_ON, Input.UNPROVABLE, Input.VACANT},
+    Action.FOLLOW: _ENDS_OF_A_REPLAY | _KEPT_OTHERWISE | {Input.FOREIGN},
+    Action.FOLLOW_PAST_HOLES: _ENDS_OF_A_REPLAY
+    | _KEPT_OTHERWISE
+    | {Input.BEGINNING, Input.GAP, Input.IDENTITY_CHANGED, Input.MALFORMED},
     Action.ASK_SNAPSHOT: frozenset({Input.SNAPSHOT_BEGINS, Input.NO_SNAPSHOT, Input.NO_ANSWER}),
-    Action.TAKE_SNAPSHOT: frozenset(
-        {Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.SNAPSHOT_END, Input.SNAPSHOT_BROKEN}
-    ),
+    Action.TAKE_SNAPSHOT: _KEPT_OTHERWISE | {Input.SNAPSHOT_END, Input.SNAPSHOT_BROKEN},
     Action.ASK_FROM_0: frozenset(
         {Input.RING_FROM_0, Input.RING_LATER, Input.RING_EMPTY, Input.VACANT, Input.NO_ANSWER}
     ),
