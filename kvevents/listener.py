@@ -184,7 +184,7 @@ class ChannelConnection:
             self._channel.link = None  # what comes next over it begins another
         link.is_down = True
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
+    def next_batch(self) -> Batch | None:
         """Return the next batch, None if none has come.
 
         Raises:

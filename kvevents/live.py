@@ -39,7 +39,7 @@ class Connection(Protocol):
     def close(self) -> None:
         """End at once; safe to call again."""
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Return the next batch, None if none has come; raises `MalformedBatch`."""
 
     def has_more(self) -> bool:
@@ -70,8 +70,6 @@ class LiveStream:
     """
 
     connection: Connection
-    topic: bytes | None
-    """The only topic that counts; None takes all."""
     limits: BacklogLimits
     """Bounds of the backlog."""
     counters: StreamCounters
@@ -134,7 +132,7 @@ class LiveStream:
         """
         if self._backlog:
             return self._pop()
-        return self.connection.next_batch(self.topic)
+        return self.connection.next_batch()
 
     def has_more(self) -> bool:
         """Return whether there is another message; cheaper than `next` if none has come."""
@@ -212,7 +210,7 @@ class LiveStream:
             return
         for _ in range(_READ_AT_ONCE):
             try:
-                batch = self.connection.next_batch(self.topic)
+                batch = self.connection.next_batch()
             except MalformedBatch as problem:
                 self.report(problem)
                 continue

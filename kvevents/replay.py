@@ -87,7 +87,7 @@ def no_answer_from(replay: str | None, snapshots: str | None) -> str:
     return f"its {which} does not answer"
 
 
-class EndpointClient(ABC):
+class EndpointClient(SocketConnection, ABC):
     """One connection that is asked, and its answer, which is bounded in time and size."""
 
     name: str
@@ -96,25 +96,10 @@ class EndpointClient(ABC):
     """The answer's, for errors."""
 
     def __init__(self, endpoint: AskedEndpoint) -> None:
-        self._connection = SocketConnection(
-            endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets
-        )
-        self._limits = endpoint.limits
+        super().__init__(endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets)
+        self._bounds = endpoint.limits
         self._batches = self._bytes = 0
         self._deadline = 0.0
-
-    async def open(self) -> None:
-        """Connect.
-
-        Raises:
-            NoConnection: No peer, for now.
-            EndpointError: The endpoint cannot be connected to.
-        """
-        await self._connection.open()
-
-    def close(self) -> None:
-        """Close at once; safe to call again."""
-        self._connection.close()
 
     @abstractmethod
     async def reply(self) -> Batch | None:
@@ -127,9 +112,9 @@ class EndpointClient(ABC):
 
     def _send(self, start: int | None) -> None:
         self._batches = self._bytes = 0
-        self._deadline = monotonic() + self._limits.total_s
+        self._deadline = monotonic() + self._bounds.total_s
         # A DEALER shows the empty frame that a REQ would add; without it a request is ignored.
-        self._connection.send([b"", encode_start(start)])
+        self.send([b"", encode_start(start)])
 
     async def _wait_for(
         self, receive: Callable[[], _Received | None], within_s: float, before: str
@@ -143,7 +128,7 @@ class EndpointClient(ABC):
         """
         silent_until = min(monotonic() + within_s, self._deadline)
         while True:
-            left_s, is_down = silent_until - monotonic(), self._connection.is_down
+            left_s, is_down = silent_until - monotonic(), self.is_down
             found = receive()
             if found is not None:
                 return found
@@ -153,12 +138,12 @@ class EndpointClient(ABC):
                 raise NoAnswer(
                     f"the {self.name} endpoint was silent for {within_s:g} s before {before}"
                 )
-            await self._connection.wait(left_s)
+            await self.wait(left_s)
 
     def _check_limits(self, batch: Batch) -> None:
         self._batches += 1
         self._bytes += len(batch.payload)
-        limits = self._limits
+        limits = self._bounds
         if (
             self._batches > limits.batches
             or self._bytes > limits.payload_bytes
@@ -196,10 +181,9 @@ class ReplayClient(EndpointClient):
         self._send(start)
 
     async def reply(self) -> Batch | None:
-        receive = self._connection.receive
-        frames = receive()
+        frames = self.receive()
         if frames is None:
-            frames = await self._wait_for(receive, self._limits.silence_s, "the end marker")
+            frames = await self._wait_for(self.receive, self._bounds.silence_s, "the end marker")
         batch = read_reply(frames, self._topic)
         if batch is not None:
             self._check_order(batch)
@@ -239,9 +223,7 @@ class SnapshotClient(EndpointClient):
             MalformedReply: Not the protocol.
         """
         self._send(None)
-        first = await self._wait_for(
-            self._connection.receive_frame, self._limits.snapshot_s, "its reply"
-        )
+        first = await self._wait_for(self.receive_frame, self._bounds.snapshot_s, "its reply")
         frames = [self._taken(first)]
         while self._has_more and len(frames) < _HEAD_FRAMES:
             frames.append(self._frame())
@@ -259,7 +241,7 @@ class SnapshotClient(EndpointClient):
 
     def _frame(self) -> bytes:
         """Return the next frame of the reply, which has arrived as a whole."""
-        found = self._connection.receive_frame()
+        found = self.receive_frame()
         if found is None:
             raise NoAnswer("the snapshot endpoint hung up in the middle of its reply")
         return self._taken(found)

@@ -88,23 +88,23 @@ class Subscription(SocketConnection):
     """Batches from one publisher, of one process: it connects once and never again.
 
     Args:
-        endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+        only_topic: The only topic that counts; None: every one.
     """
 
-    def __init__(self, context: Context, endpoint: str, topic: bytes, limits: SocketLimits) -> None:
-        super().__init__(context, zmq.SUB, endpoint, limits, topic)
+    def __init__(
+        self, context: Context, endpoint: str, only_topic: bytes | None, limits: SocketLimits
+    ) -> None:
+        super().__init__(context, zmq.SUB, endpoint, limits, only_topic or b"")
+        self._only_topic = only_topic
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Return the next batch, None if none has come.
-
-        Args:
-            topic: The only topic that counts; None: every one.
 
         Raises:
             MalformedBatch: A message that is not a batch.
         """
         frames = self.receive_three()
-        return None if frames is None else read_live(frames, topic)
+        return None if frames is None else read_live(frames, self._only_topic)
 
 
 class Subscriber:
@@ -249,11 +249,8 @@ class Subscriber:
         if self._connect is not None:
             connection = self._connect()
         else:
-            topic = self._topic or b""
-            connection = Subscription(context, self._endpoint, topic, self._options.socket)
-        return LiveStream(
-            connection, self._topic, self._options.backlog, self._counters, self._delivery.report
-        )
+            connection = Subscription(context, self._endpoint, self._topic, self._options.socket)
+        return LiveStream(connection, self._options.backlog, self._counters, self._delivery.report)
 
     def _recovery(self, context: zmq.Context[Any]) -> Recovery:
         options = self._options

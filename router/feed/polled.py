@@ -280,7 +280,7 @@ class PolledConnection:
         self.waiting.clear()
         self._poller.leave(self._rank, self)
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
+    def next_batch(self) -> Batch | None:
         """The next event as a batch, None if none has come.
 
         Raises:

@@ -52,7 +52,7 @@ async def subscribed(
 async def take(subscription: Subscription, count: int) -> list[Batch]:
     found: list[Batch] = []
     while len(found) < count:
-        batch = subscription.next_batch(None)
+        batch = subscription.next_batch()
         if batch is not None:
             found.append(batch)
         elif subscription.is_down:
