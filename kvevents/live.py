@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from kvevents.delivery import StreamCounters
-from kvevents.errors import KVEventsError, MalformedBatch
+from kvevents.delivery import Delivery
+from kvevents.errors import MalformedBatch
 from kvevents.messages import Batch
 
 _READ_AT_ONCE = 64
@@ -72,9 +72,8 @@ class LiveStream:
     connection: Connection
     limits: BacklogLimits
     """Bounds of the backlog."""
-    counters: StreamCounters
-    report: Callable[[KVEventsError], None]
-    """Called with each message that is not a batch and came during a recovery."""
+    delivery: Delivery
+    """Counts what is left out, and reports messages that are not batches."""
 
     def __post_init__(self) -> None:
         self._backlog: deque[Batch] = deque()
@@ -84,31 +83,17 @@ class LiveStream:
         self._covered = 0
 
     @property
-    def is_down(self) -> bool:
-        """Return True once the publisher is gone; its earlier batches can still be taken."""
-        return self.connection.is_down
-
-    @property
     def waiting_at_question(self) -> int:
         """Batches that waited when the last question was asked."""
         return self._asked_behind
-
-    async def open(self) -> None:
-        """Connect.
-
-        Raises:
-            NoConnection: No publisher, for now.
-            EndpointError: The endpoint cannot be connected to.
-        """
-        await self.connection.open()
 
     def close(self) -> None:
         self._stop_collecting()
         self.connection.close()
 
     async def wait(self, timeout_s: float, take: Callable[[], None]) -> None:
-        """Wait until the publisher is gone, for `wake`, or for *timeout_s*; only after `next`
-        returned None.
+        """Wait until the publisher is gone, the connection is woken, or *timeout_s* is over; only
+        after `next` returned None.
 
         Args:
             take: Called on the event loop whenever a batch may have come. It takes batches until
@@ -119,10 +104,6 @@ class LiveStream:
             await self.connection.wait(timeout_s)
         finally:
             self.connection.on_readable = None
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self.connection.wake()
 
     def next(self) -> Batch | None:
         """Return the next batch, None if none has come.
@@ -185,9 +166,9 @@ class LiveStream:
         for _ in range(self._covered):
             seq = self._pop().seq
             if last is not None and seq <= last:
-                self.counters.duplicates += 1
+                self.delivery.counters.duplicates += 1
             else:
-                self.counters.discarded += 1
+                self.delivery.counters.discarded += 1
         self._covered = 0
 
     def drop_old(self, last: int | None) -> None:
@@ -195,7 +176,7 @@ class LiveStream:
         if last is None:
             return
         fresh = [batch for batch in self._backlog if batch.seq > last]
-        self.counters.duplicates += len(self._backlog) - len(fresh)
+        self.delivery.counters.duplicates += len(self._backlog) - len(fresh)
         self._backlog = deque(fresh)
         self._backlog_bytes = sum(len(batch.payload) for batch in fresh)
 
@@ -212,7 +193,7 @@ class LiveStream:
             try:
                 batch = self.connection.next_batch()
             except MalformedBatch as problem:
-                self.report(problem)
+                self.delivery.report(problem)
                 continue
             if batch is None:
                 return
@@ -226,7 +207,7 @@ class LiveStream:
     def _keep(self, batch: Batch) -> None:
         size = self._backlog_bytes + len(batch.payload)
         if len(self._backlog) >= self.limits.batches or size > self.limits.payload_bytes:
-            self.counters.overflow += 1
+            self.delivery.counters.overflow += 1
             return
         self._backlog.append(batch)
         self._backlog_bytes = size

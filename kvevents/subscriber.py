@@ -156,8 +156,7 @@ class Subscriber:
         self._pacer = pacer or Pacer()
         self._connect = connect
         self._has_unique_numbers = has_unique_numbers
-        self._counters = StreamCounters()
-        self._delivery = Delivery(consumer, self._counters)
+        self._delivery = Delivery(consumer)
         if resume is not None:
             self._delivery.resume(resume)
         self._stream = StreamRepair()
@@ -175,7 +174,7 @@ class Subscriber:
             last_message_at=self._delivery.last_message_at,
             publisher_id=self._delivery.tracker.publisher_id,
             problem=self._problem(),
-            **asdict(self._counters),
+            **asdict(self._delivery.counters),
         )
 
     def position(self) -> StreamPosition | None:
@@ -192,7 +191,7 @@ class Subscriber:
         """
         self._is_distrusted = True
         if self._live is not None:
-            self._live.wake()
+            self._live.connection.wake()
 
     async def run(self) -> None:
         """Follow until cancelled; no socket is left behind. To be called once.
@@ -213,7 +212,7 @@ class Subscriber:
             return None
         if self._stream.state is State.CROSSED:
             return "batches of another engine come over its event stream"
-        if self._counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
+        if self._delivery.counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
             return None
         return no_answer_from(self._replay_endpoint, self._snapshot_endpoint)
 
@@ -239,7 +238,7 @@ class Subscriber:
 
     async def _open(self, live: LiveStream) -> None:
         try:
-            await live.open()
+            await live.connection.open()
         except (ForeignAddress, HandshakeFailed) as problem:
             self._delivery.report(problem)
             raise
@@ -250,7 +249,7 @@ class Subscriber:
             connection = self._connect()
         else:
             connection = Subscription(context, self._endpoint, self._topic, self._options.socket)
-        return LiveStream(connection, self._options.backlog, self._counters, self._delivery.report)
+        return LiveStream(connection, self._options.backlog, self._delivery)
 
     def _recovery(self, context: zmq.Context[Any]) -> Recovery:
         options = self._options
@@ -263,7 +262,6 @@ class Subscriber:
         return Recovery(
             self._stream,
             self._delivery,
-            self._counters,
             replay or None,
             snapshots or None,
             WorkSlice(self._pacer),
@@ -281,56 +279,51 @@ class Subscriber:
 
     async def _follow(self, live: LiveStream, recovery: Recovery) -> None:
         """Take batches until the connection is lost."""
-        self._counters.connections += 1
+        self._delivery.counters.connections += 1
         self._live = live
         await recovery.connected(live)
-        intake = _Intake(live, recovery, self._delivery, self._pacer)
+        intake = _Intake(recovery, self._pacer)
         while self._stream.is_connected:
             has_all = intake.question is None and intake.take(await self._pacer.turn())
             if intake.question is not None:
                 await intake.follow_up()
-            elif has_all and live.is_down:
+            elif has_all and live.connection.is_down:
                 if self._has_unique_numbers and self._delivery.shown is SourceState.LIVE:
                     self._delivery.expect_next()
                 self._enter(Input.DISCONNECTED)
             if self._is_distrusted and self._stream.is_connected:
                 self._is_distrusted = has_all = False
-                await recovery.rebuild(live)
+                await recovery.react_to(Input.DISTRUSTED)
             # A live stream is looked at only after a silence, so not while batches wait.
             if has_all or self._stream.state is not State.LIVE:
-                await self._look_or_wait(recovery, live, intake if has_all else None)
+                await self._look_or_wait(recovery, intake if has_all else None)
 
-    async def _look_or_wait(
-        self, recovery: Recovery, live: LiveStream, idle: _Intake | None
-    ) -> None:
+    async def _look_or_wait(self, recovery: Recovery, idle: _Intake | None) -> None:
         if not self._stream.is_connected:
             return
         if self._silence.is_over():
-            await recovery.look(live)
+            await recovery.react_to(Input.SILENCE)
         elif idle is not None:
             left_s = max(self._silence.left_s, 0.0)
             await idle.wait(min(left_s, self._options.max_probe_s))
 
 
+@dataclass(eq=False, repr=False)
 class _Intake:
     """Hands on the batches of one connection, a turn at a time.
 
     While the subscriber's task has nothing else to do, batches go from the socket to the consumer
     without it, in the event loop's own call: a task's switch would cost more than a small batch.
-
-    Args:
-        delivery: Gets reports of malformed messages.
     """
 
-    def __init__(
-        self, live: LiveStream, recovery: Recovery, delivery: Delivery, pacer: Pacer
-    ) -> None:
-        self.question: Action | None = None
-        """The question that the last batch raised; nothing is taken until it is followed up."""
-        self._live = live
-        self._recovery = recovery
-        self._delivery = delivery
-        self._pacer = pacer
+    recovery: Recovery
+    """Has the connection, and decides about batches."""
+    pacer: Pacer
+    question: Action | None = None
+    """The question that the last batch raised; nothing is taken until it is followed up."""
+
+    def __post_init__(self) -> None:
+        self._live = self.recovery.live
         self._failure: BaseException | None = None
         self._is_waiting = self._is_queued = False
 
@@ -340,18 +333,18 @@ class _Intake:
         Args:
             ends_at: When the turn ends at the latest, on the monotonic clock.
         """
-        live, recovery = self._live, self._recovery
+        live, recovery = self._live, self.recovery
         has_any = has_all = False
         for _ in range(_BATCHES_A_TURN):
             try:
                 batch = live.next()
             except MalformedBatch as problem:
-                self._delivery.report(problem)
+                recovery.delivery.report(problem)
                 continue
             if batch is None:
                 has_all = True
                 break
-            self.question = recovery.take(live, batch)
+            self.question = recovery.take(batch)
             if self.question is not None or monotonic() >= ends_at:
                 has_any = True
                 break
@@ -366,7 +359,7 @@ class _Intake:
     async def follow_up(self) -> None:
         """Follow up the last batch's question."""
         question, self.question = self.question, None
-        await self._recovery.follow_up(self._live, question)
+        await self.recovery.follow_up(question)
 
     async def wait(self, timeout_s: float) -> None:
         """Hand on batches, until there is other work or *timeout_s* is over."""
@@ -383,7 +376,7 @@ class _Intake:
         if self._is_queued or self.question is not None or self._failure is not None:
             return
         now = monotonic()
-        ends_at = self._pacer.begin(now)
+        ends_at = self.pacer.begin(now)
         if ends_at:
             self._work(now, ends_at)
         else:
@@ -391,7 +384,7 @@ class _Intake:
 
     def _queue(self) -> None:
         self._is_queued = True
-        self._pacer.call_in_turn(self._work_in_turn)
+        self.pacer.call_in_turn(self._work_in_turn)
 
     def _work_in_turn(self, ends_at: float) -> bool:
         self._is_queued = False
@@ -405,11 +398,11 @@ class _Intake:
             while ends_at and not has_all and self.question is None:
                 has_all = self.take(ends_at)
                 before, now = now, monotonic()
-                self._pacer.end(now - before)
-                ends_at = self._pacer.begin(now)
+                self.pacer.end(now - before)
+                ends_at = self.pacer.begin(now)
         except BaseException as error:  # noqa: BLE001 - raised again in the task
             self._failure = error
         if self.question is not None or self._failure is not None:
-            self._live.wake()
+            self._live.connection.wake()
         elif not has_all:
             self._queue()
