@@ -38,7 +38,7 @@ from kvevents.delivery import (
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
 from kvevents.messages import NOTHING_PUBLISHED, Batch
-from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
+from kvevents.pacing import Backoff, Pacer, SilenceTimer
 from kvevents.replay import (
     EndpointClient,
     ReplayClient,
@@ -88,7 +88,7 @@ class Questions:
     """The replay endpoint; None: snapshots only."""
     snapshots: SnapshotEndpoint | None
     """The endpoint asked for snapshots first; None: *replay*."""
-    work: WorkSlice
+    pacer: Pacer
 
     def __post_init__(self) -> None:
         self._tracker, self._counters = self.delivery.tracker, self.delivery.counters
@@ -104,6 +104,7 @@ class Questions:
         self._rounds = self._stuck_rounds = 0
         self._furthest = -1
         """The last number that any of the answers brought."""
+        self._turn_ends_at = 0.0
 
     def close(self) -> None:
         """End the connection, if one is open."""
@@ -275,7 +276,7 @@ class Questions:
             await self._learn_last()
             self._counters.replays += self._next is not None
             while self._next is not None:
-                await self.work.yield_to_loop()
+                await self._keep_to_turns()
                 fate = self.delivery.take(self._next)
                 if fate in _STOPS and not (past_holes and self._may_pass(fate)):
                     yield Result(self._stopped(fate))
@@ -289,6 +290,11 @@ class Questions:
             yield Result(self._cut_short())
             return
         yield Result(self._end())
+
+    async def _keep_to_turns(self) -> None:
+        """Let other subscribers work once the turn is over."""
+        if monotonic() >= self._turn_ends_at:
+            self._turn_ends_at = await self.pacer.turn()
 
     async def _learn_last(self) -> None:
         """An answer that begins with the batch a snapshot stood for shows what that batch was."""
@@ -329,7 +335,7 @@ class Questions:
             self._tracker.publisher_id = named
         try:
             while self._next is not None:
-                await self.work.yield_to_loop()
+                await self._keep_to_turns()
                 fate = self.delivery.take_snapshot(self._next)
                 if fate is not Input.NEXT:
                     yield Result(fate)
@@ -389,7 +395,7 @@ class Recovery:
     """The replay endpoint; None: none."""
     snapshots: SnapshotEndpoint | None
     """The endpoint for snapshots alone, if there is one."""
-    work: WorkSlice
+    pacer: Pacer
     silence: SilenceTimer
     """Times the looks at the tail; every batch and every recovery delays it."""
     retry: Backoff
@@ -489,7 +495,7 @@ class Recovery:
     # --- questions --------------------------------------------------------------------------------
 
     async def _recover(self, question: Action) -> None:
-        questions = Questions(self.delivery, self.live, self.replay, self.snapshots, self.work)
+        questions = Questions(self.delivery, self.live, self.replay, self.snapshots, self.pacer)
         self.live.forget_answers()
         self.retry.reset()
         try:

@@ -24,7 +24,7 @@ from kvevents.endpoints import Context
 from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, Connection, LiveStream
 from kvevents.messages import Batch, read_live
-from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
+from kvevents.pacing import Backoff, Pacer, SilenceTimer
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
 from kvevents.sequence import StreamPosition
@@ -264,7 +264,7 @@ class Subscriber:
             self._delivery,
             replay or None,
             snapshots or None,
-            WorkSlice(self._pacer),
+            self._pacer,
             self._silence,
             Backoff(options.first_retry_s, options.max_retry_s),
             options.patience_s,
