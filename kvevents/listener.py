@@ -93,12 +93,6 @@ class ListenerStatistics:
     """The first topics that belong to no source."""
 
 
-@dataclass(slots=True)
-class _Unknown:
-    reason: str
-    messages: int = 0
-
-
 class _Link:
     """One connection of a publisher, and its messages under one topic."""
 
@@ -245,7 +239,7 @@ class Listener:
         """The address with the port that the system picked, once it is open."""
         self._channels: list[Channel] = []
         self._of_topic: dict[bytes, Channel] = {}
-        self._unknown: dict[bytes, _Unknown] = {}
+        self._unknown: dict[bytes, UnknownTopic] = {}
         self._counts: Counter[str] = Counter()
         self._next_pass: asyncio.Handle | None = None
         self.on_unknown: Callable[[UnknownTopic], object] = lambda _: None
@@ -314,8 +308,12 @@ class Listener:
 
     def statistics(self) -> ListenerStatistics:
         """Counts since the start."""
-        unknown = tuple(_shown(topic, each) for topic, each in self._unknown.items())
-        return ListenerStatistics(self.endpoint, len(self._of_topic), dict(self._counts), unknown)
+        return ListenerStatistics(
+            self.endpoint,
+            len(self._of_topic),
+            dict(self._counts),
+            tuple(self._unknown.values()),
+        )
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -445,18 +443,13 @@ class Listener:
     def _count_unknown(self, topic: bytes, reason: str) -> None:
         self._counts["unknown"] += 1
         known = self._unknown.get(topic)
-        is_new = known is None
-        if known is None:
-            if len(self._unknown) >= self._limits.unknown_topics:
-                return
-            known = self._unknown[topic] = _Unknown(reason)
-        known.reason = reason
-        known.messages += 1
-        if is_new:
-            self.on_unknown(_shown(topic, known))
+        if known is not None:
+            self._unknown[topic] = UnknownTopic(known.topic, reason, known.messages + 1)
+        elif len(self._unknown) < self._limits.unknown_topics:
+            self._unknown[topic] = first = UnknownTopic(_printable(topic), reason, 1)
+            self.on_unknown(first)
 
 
-def _shown(topic: bytes, unknown: _Unknown) -> UnknownTopic:
+def _printable(topic: bytes) -> str:
     text = topic.decode("ascii", "backslashreplace")
-    text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
-    return UnknownTopic(text, unknown.reason, unknown.messages)
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
