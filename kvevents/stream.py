@@ -22,10 +22,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 import zmq
@@ -34,7 +37,6 @@ from kvevents.endpoints import Context, Opened, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.publisher_config import PublisherConfig
-from kvevents.replay_ring import ReplayRing
 from kvevents.replay_server import ReplayServer, Reply, ReplyStatistics, prepare_router
 
 logger = logging.getLogger(__name__)
@@ -134,7 +136,7 @@ class Stream(Generic[Item]):
         self._topic = config.topic.encode()
         self._sockets = _Sockets(config, rank, context)
         self._replay_server = self._open_replay_server()
-        self._ring = ReplayRing(config.buffer_steps, config.buffer_bytes)
+        self._ring = _ReplayRing(config.buffer_steps, config.buffer_bytes)
         self._lock = threading.Lock()
         self._queue: deque[tuple[Item, bool]] = deque()
         self._closing = False
@@ -345,6 +347,43 @@ class Stream(Generic[Item]):
                     return
                 yield batch
             start = chunk[-1].seq + 1
+
+
+class _ReplayRing:
+    """Keeps the last batches, bounded in batches and in bytes; the oldest are removed first.
+
+    Numbers ascend, with gaps where batches were dropped.
+    """
+
+    def __init__(self, max_steps: int, max_bytes: int) -> None:
+        self._max_steps = max_steps
+        self._max_bytes = max_bytes
+        self._batches: deque[Batch] = deque()
+        self.payload_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def oldest_seq(self) -> int | None:
+        """Number of the oldest batch; None while the ring is empty."""
+        return self._batches[0].seq if self._batches else None
+
+    def append(self, batch: Batch) -> None:
+        """Add the newest batch, and remove the oldest ones that are over a bound."""
+        self._batches.append(batch)
+        self.payload_bytes += len(batch.payload)
+        while len(self._batches) > self._max_steps or self.payload_bytes > self._max_bytes:
+            self.payload_bytes -= len(self._batches.popleft().payload)
+
+    def since(self, seq: int, limit: int) -> list[Batch]:
+        """Return the oldest batches from a number on.
+
+        Args:
+            limit: Most batches to return.
+        """
+        first = bisect_left(self._batches, seq, key=itemgetter(0))
+        return list(islice(self._batches, first, first + limit))
 
 
 class _Sockets:
