@@ -127,7 +127,7 @@ class CacheSource:
                 "snapshots are refused until it is complete again"
             )
         self.losses += 1
-        self.state.mark_incomplete()
+        self.state.is_complete = False
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
         """The payloads of the whole state after the batch *seq*; None while it is incomplete."""

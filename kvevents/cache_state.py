@@ -226,10 +226,6 @@ class CacheState:
             else:
                 raise TypeError(f"an event of type {type(event).__name__}")
 
-    def mark_incomplete(self) -> None:
-        """Note that events were missed."""
-        self.is_complete = False
-
     def reset(self, state: Iterable[Event]) -> None:
         """Start over from the whole state."""
         self._groups.clear()

@@ -238,15 +238,10 @@ def announce(
 PublisherBuilder: TypeAlias = Callable[
     [PublisherConfig, KVCacheLayout, HashChain | None, int], EventPublisher
 ]
-
-
-def _build_null(
-    _config: PublisherConfig, _layout: KVCacheLayout, _chain: HashChain | None, _rank: int
-) -> EventPublisher:
-    return NullEventPublisher()
-
-
-_BUILT_IN: dict[str, PublisherBuilder] = {"null": _build_null, "zmq": ZmqEventPublisher}
+_BUILT_IN: dict[str, PublisherBuilder] = {
+    "null": lambda *_: NullEventPublisher(),
+    "zmq": ZmqEventPublisher,
+}
 _METHODS = ("publish", "shutdown", "statistics")
 _publishers = PlugIns("kvroute.publishers", "kind", _BUILT_IN, _METHODS)
 
