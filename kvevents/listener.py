@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -51,23 +51,16 @@ class ListenLimits:
     been silent for so long."""
 
 
-class PodTopic(NamedTuple):
-    """A topic of llm-d's form."""
-
-    pod: str
-    model: str
-
-
-def read_topic(topic: bytes) -> PodTopic | None:
-    """Read `kv@<pod>@<model>`; None for any other topic.
+def named_pod(topic: bytes) -> str | None:
+    """Return the pod that `kv@<pod>@<model>` names; None for any other topic.
 
     A model's name may hold an `@`, a pod's does not.
     """
     try:
-        kind, pod, model = topic.decode().split("@", 2)
+        kind, pod, _ = topic.decode().split("@", 2)
     except ValueError:  # too few parts, or no UTF-8
         return None
-    return PodTopic(pod, model) if kind == "kv" and pod else None
+    return pod if kind == "kv" and pod else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +124,7 @@ class Channel:
         """Return whether a topic is its own, or names its pod."""
         if self.topic is not None:
             return self.topic == topic
-        named = read_topic(topic)
-        return named is not None and named.pod in self.names
+        return named_pod(topic) in self.names
 
     def begin(self, link: _Link) -> None:
         """Take its messages over this link from now on."""
@@ -150,17 +142,16 @@ class Channel:
 
 
 class ChannelConnection:
-    """The next connection of a channel's publisher, for a subscriber (see `live.Connection`)."""
+    """The next connection of a channel's publisher, for a subscriber; a `live.Connection`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._link = _Link(b"", -1)
-        self._wake = WakeUp()
+        self.wake_up = WakeUp()
         self.on_readable: Callable[[], None] | None = None
 
     @property
     def is_down(self) -> bool:
-        """Return True once the publisher is gone; its earlier batches can still be taken."""
         return self._link.is_down
 
     async def open(self) -> None:
@@ -169,7 +160,6 @@ class ChannelConnection:
         self._link.notify = self._notify
 
     def close(self) -> None:
-        """Take nothing any more; safe to call again."""
         link = self._link
         link.notify = lambda: None
         link.waiting.clear()
@@ -179,11 +169,6 @@ class ChannelConnection:
         link.is_down = True
 
     def next_batch(self) -> Batch | None:
-        """Return the next batch, None if none has come.
-
-        Raises:
-            MalformedBatch: A message that is not a batch.
-        """
         link = self._link
         if not link.waiting:
             return None
@@ -194,23 +179,13 @@ class ChannelConnection:
         return found
 
     def has_more(self) -> bool:
-        """Return whether there is a message to take."""
         return bool(self._link.waiting)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the publisher is gone, or *timeout_s* is
-        over."""
-        await self._wake.wait(timeout_s)
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._wake.set()
 
     def _notify(self) -> None:
         if self.on_readable is not None and not self._link.is_down:
             self.on_readable()
         else:
-            self._wake.set()
+            self.wake_up.set()
 
 
 class Listener:
@@ -407,7 +382,7 @@ class Listener:
         answering = [each for each in self._channels if each.answers_to(topic)]
         meant = [each for each in answering if each.topic is not None] or answering
         if not meant:
-            is_pods = read_topic(topic) is not None
+            is_pods = named_pod(topic) is not None
             rule = "no replica of this name listens for it"
             no_form = "not kv@pod@model, and no replica has this topic"
             self._count_unknown(topic, rule if is_pods else no_form)

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvevents.delivery import Delivery
 from kvevents.errors import MalformedBatch
 from kvevents.messages import Batch
+from kvevents.sockets import WakeUp
 
 _READ_AT_ONCE = 64
 
@@ -23,6 +24,8 @@ class Connection(Protocol):
 
     on_readable: Callable[[], None] | None
     """Called, instead of ending a wait, when there may be something to take."""
+    wake_up: WakeUp
+    """Set when there may be something to take, and when the publisher is gone."""
 
     @property
     def is_down(self) -> bool:
@@ -44,12 +47,6 @@ class Connection(Protocol):
 
     def has_more(self) -> bool:
         """Return whether there is another message."""
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the publisher is gone, or so long."""
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class LiveStream:
         """
         self.connection.on_readable = take
         try:
-            await self.connection.wait(timeout_s)
+            await self.connection.wake_up.wait(timeout_s)
         finally:
             self.connection.on_readable = None
 

@@ -138,7 +138,7 @@ class EndpointClient(SocketConnection, ABC):
                 raise NoAnswer(
                     f"the {self.name} endpoint was silent for {within_s:g} s before {before}"
                 )
-            await self.wait(left_s)
+            await self.wake_up.wait(left_s)
 
     def _check_limits(self, batch: Batch) -> None:
         self._batches += 1

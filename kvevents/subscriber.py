@@ -191,7 +191,7 @@ class Subscriber:
         """
         self._is_distrusted = True
         if self._live is not None:
-            self._live.connection.wake()
+            self._live.connection.wake_up.set()
 
     async def run(self) -> None:
         """Follow until cancelled; no socket is left behind. To be called once.
@@ -403,6 +403,6 @@ class _Intake:
         except BaseException as error:  # noqa: BLE001 - raised again in the task
             self._failure = error
         if self.question is not None or self._failure is not None:
-            self._live.connection.wake()
+            self._live.connection.wake_up.set()
         elif not has_all:
             self._queue()

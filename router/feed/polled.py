@@ -253,7 +253,7 @@ class PolledConnection:
         self._translator = translator
         self._is_down = False
         self._is_answered = False
-        self._wake = WakeUp()
+        self.wake_up = WakeUp()
         self.waiting: deque[PolledEvent] = deque()
         self.on_readable: Callable[[], None] | None = None
 
@@ -272,7 +272,7 @@ class PolledConnection:
         while not self._is_answered:
             if self._is_down:
                 raise NoConnection(f"{self._poller.endpoint}: no response")
-            await self._wake.wait(_GONE_AFTER_S)
+            await self.wake_up.wait(_GONE_AFTER_S)
 
     def close(self) -> None:
         """Take nothing any more; safe to call again."""
@@ -297,29 +297,21 @@ class PolledConnection:
         """Return whether there is an event to take."""
         return bool(self.waiting)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the server is gone, or *timeout_s* is over."""
-        await self._wake.wait(timeout_s)
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._wake.set()
-
     def note_response(self) -> None:
         """Note that the server has answered; its events wait already."""
         if not self._is_answered:
             self._is_answered = True
-            self._wake.set()
+            self.wake_up.set()
         elif self.waiting:
             if self.on_readable is not None:
                 self.on_readable()
             else:
-                self._wake.set()
+                self.wake_up.set()
 
     def end(self) -> None:
         """Nothing more comes."""
         self._is_down = True
-        self._wake.set()
+        self.wake_up.set()
 
 
 class Pollers:

@@ -168,7 +168,7 @@ class LoadFollower:
                 while not connection.is_down:
                     if self._read(topic.dp_rank, connection) and take is not None:
                         take(whole_load({rank: stat for rank, (_, stat) in self._latest.items()}))
-                    await connection.wait(_LONGEST_WAIT_S)
+                    await connection.wake_up.wait(_LONGEST_WAIT_S)
             except KVEventsError:
                 pass  # it may come later; until then its metrics are asked
             finally:

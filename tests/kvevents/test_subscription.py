@@ -58,7 +58,7 @@ async def take(subscription: Subscription, count: int) -> list[Batch]:
         elif subscription.is_down:
             break
         else:
-            await subscription.wait(20.0)
+            await subscription.wake_up.wait(20.0)
     return found
 
 
