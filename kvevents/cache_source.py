@@ -35,7 +35,7 @@ class EngineStep(NamedTuple):
 
 
 class CacheSource:
-    """Writes steps as payloads and keeps the cache's state; a `kvevents.stream.StreamSource`."""
+    """Writes steps as payloads and keeps the cache's state: see `kvevents.stream.StreamSource`."""
 
     def __init__(
         self,
@@ -61,15 +61,12 @@ class CacheSource:
         self._last_snapshot_seq = -1
 
     def opening(self) -> bytes:
-        """Write the layout."""
         return self._encode(time.time(), (self.state.layout,))
 
     def heartbeat(self) -> bytes:
-        """Write a batch without events."""
         return self._encode(time.time(), ())
 
     def payload(self, item: EngineStep) -> bytes:
-        """Write a step, and apply it to the state."""
         item = self._shown(item)
         payload, events = self._encode_valid(item.ts, item.events)
         state = None if item.state is None else self._encode_valid(item.ts, item.state)[1]
@@ -77,7 +74,6 @@ class CacheSource:
         return payload
 
     def note(self, item: EngineStep) -> None:
-        """Apply a step to the state."""
         self._note(self._shown(item))
 
     def _shown(self, item: EngineStep) -> EngineStep:
@@ -130,7 +126,6 @@ class CacheSource:
         self.state.is_complete = False
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        """The payloads of the whole state after the batch *seq*; None while it is incomplete."""
         if not self.state.is_complete:
             return None
         ts = time.time()
