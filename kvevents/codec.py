@@ -11,10 +11,11 @@ out and counted, and an error message names its place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -381,7 +382,7 @@ def _check_stored(event: BlockStored, place: str) -> None:
     _check_name(event.lora_name, f"{place}.lora_name")
     _check_name(event.kv_cache_spec_kind, f"{place}.kv_cache_spec_kind")
     if event.lookahead_token_ids:
-        for token in _flat(event.lookahead_token_ids):
+        for token in chain.from_iterable(event.lookahead_token_ids):
             _check_range(token, 0, MAX_TOKEN_ID, f"{place}.lookahead_token_ids")
 
 
@@ -415,10 +416,6 @@ def _check_layout(event: CacheLayout, place: str) -> None:
         _check_name(group.kind, f"{place}.groups.kind")
     for index in event.eagle_groups or ():
         _check_range(index, 0, len(event.groups) - 1, f"{place}.eagle_groups")
-
-
-def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
-    return (item for inner in lists for item in inner)
 
 
 def _check_name(name: str | None, place: str) -> None:

@@ -146,16 +146,10 @@ class ZmqEventPublisher(EventPublisher):
             announcement, data_parallel_rank, config.with_block_size, config.hash_key
         )
         self._stream: Stream[EngineStep] = Stream(config, self._source, data_parallel_rank, context)
-
-    @property
-    def endpoint(self) -> str:
+        self.endpoint = self._stream.endpoint
         """The address of batches, with the port the system picked."""
-        return self._stream.endpoint
-
-    @property
-    def replay_endpoint(self) -> str | None:
+        self.replay_endpoint = self._stream.replay_endpoint
         """The address for replays and snapshots; None: neither."""
-        return self._stream.replay_endpoint
 
     def publish(self, events: Sequence[Event]) -> bool:
         """See `EventPublisher`. A step without events costs no sequence number."""

@@ -33,7 +33,7 @@ from typing import Generic, Protocol, TypeVar
 
 import zmq
 
-from kvevents.endpoints import Context, Opened, Socket, ZmqEndpoint, open_socket
+from kvevents.endpoints import Context, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.publisher_config import PublisherConfig
@@ -135,7 +135,16 @@ class Stream(Generic[Item]):
         self._source = source
         self._topic = config.topic.encode()
         self._sockets = _Sockets(config, rank, context)
-        self._replay_server = self._open_replay_server()
+        self.endpoint = self._sockets.endpoint
+        """The address of batches, with the port the system picked."""
+        self.replay_endpoint = self._sockets.replay_endpoint
+        """The address for replays and snapshots; None: neither."""
+        router = self._sockets.router
+        self._replay_server = (
+            None
+            if router is None
+            else ReplayServer(router, self._topic, config.reply_limits, self._reply_to)
+        )
         self._ring = _ReplayRing(config.buffer_steps, config.buffer_bytes)
         self._lock = threading.Lock()
         self._queue: deque[tuple[Item, bool]] = deque()
@@ -148,22 +157,6 @@ class Stream(Generic[Item]):
         self._is_dozing, self._wake = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvevents-publisher", daemon=True)
         self._thread.start()
-
-    def _open_replay_server(self) -> ReplayServer | None:
-        router = self._sockets.router
-        if router is None:
-            return None
-        return ReplayServer(router, self._topic, self._config.reply_limits, self._reply_to)
-
-    @property
-    def endpoint(self) -> str:
-        """The address of batches, with the port the system picked."""
-        return self._sockets.endpoint.address
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """The address for replays and snapshots."""
-        return self._sockets.replay_endpoint.address if self._sockets.replay_endpoint else None
 
     # --- any thread -------------------------------------------------------------------------------
 
@@ -420,7 +413,7 @@ class _Sockets:
             self._own_context.term()
 
 
-def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
+def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> str:
     pub.setsockopt(zmq.SNDHWM, config.hwm)
     pub.setsockopt(zmq.TCP_KEEPALIVE, 1)
     if config.curve is not None:
@@ -430,13 +423,13 @@ def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
     logger.info(
         "publisher: %s %s", "bound to" if opened.is_bound else "connects to", opened.address
     )
-    return opened
+    return opened.address
 
 
-def _open_router(router: Socket, config: PublisherConfig, rank: int) -> Opened:
+def _open_router(router: Socket, config: PublisherConfig, rank: int) -> str:
     assert config.replay_endpoint is not None
     prepare_router(router, config.reply_limits)
     if config.curve is not None:
         config.curve.protect(router)
     endpoint = ZmqEndpoint.parse("replay_endpoint", config.replay_endpoint).for_rank(rank)
-    return open_socket(router, "replay_endpoint", endpoint, may_connect=False)
+    return open_socket(router, "replay_endpoint", endpoint, may_connect=False).address
