@@ -65,7 +65,6 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
 def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
     """Read a reply of the ROUTER socket; None for the end marker.
 
-
     Raises:
         MalformedReply: Frames of neither form, another topic, a number that is not 8 bytes, or an
             end marker with a payload.

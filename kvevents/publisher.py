@@ -1,9 +1,7 @@
 """Publishes the content of an engine's KV cache.
 
 `publish` costs the engine's thread microseconds and never waits: everything else happens on the
-publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are dropped,
-counted, and missing from the sequence, so that consumers notice and recover; the cache's state is
-kept all the same (`kvevents/cache_state.py`), and a snapshot repairs the loss.
+publisher's own thread (`kvevents/stream.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from kvevents.cache_source import CacheSource, EngineStep
@@ -72,12 +69,7 @@ class EventPublisher(ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -266,7 +258,6 @@ def create_publisher(
     Args:
         config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
             group `kvroute.publishers`.
-        layout: The cache's groups, announced to consumers.
         chain: The engine's hash function, if it is one of `kvevents.hash_algorithms()`.
         data_parallel_rank: This engine's rank. Ports move along by it.
 
