@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvevents.stream_repair import TABLE
-from kvevents.stream_state import SHOWN, Input, SourceState, State
+from kvevents.stream_state import Input, SourceState, State
 
 _NOT_DRAWN = frozenset({Input.DISCONNECTED, Input.CLOSED})
 _ANY = "any"
@@ -68,7 +68,7 @@ def _usual_targets() -> Iterator[tuple[Input, State]]:
 def _classes() -> Iterator[str]:
     """Yield colours by what users see."""
     for shown, colour in _COLOURS.items():
-        states = ",".join(state.value for state in State if SHOWN[state] is shown)
+        states = ",".join(state.value for state in State if state.shown is shown)
         yield f"    classDef shown_{shown.value} fill:{colour}"
         yield f"    class {states} shown_{shown.value}"
 

@@ -435,7 +435,7 @@ class Recovery:
             self.delivery.counters.gaps += 1
         question = self._carry_out(fate, batch)
         if question is None:
-            self.delivery.show(self.stream.shown)
+            self.delivery.show(self.stream.state.shown)
         return question
 
     def note_batches(self) -> None:
@@ -449,7 +449,7 @@ class Recovery:
         again."""
         if question is not None:
             await self._recover(question)
-        self.delivery.show(self.stream.shown)
+        self.delivery.show(self.stream.state.shown)
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ class Recovery:
         await asyncio.sleep(max(0.0, self._ended_at + self.spacing_s - monotonic()))
         question: Action | None = first
         while question is not None:
-            self.delivery.show(self.stream.shown)
+            self.delivery.show(self.stream.state.shown)
             asked = question
             if asked is Action.WAIT:
                 question = self._carry_out(await self._wait())

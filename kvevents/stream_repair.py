@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvevents.stream_state import SHOWN, Action, Input, SourceState, State
+from kvevents.stream_state import Action, Input, SourceState, State
 
 
 class Transition(NamedTuple):
@@ -338,7 +338,7 @@ class StreamRepair:
     @property
     def is_connected(self) -> bool:
         """Return False while there is no connection, or none any more."""
-        return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
+        return self.state.shown not in (SourceState.CONNECTING, SourceState.DEAD)
 
     def advance(self, given: Input) -> tuple[Action, ...]:
         """Go to the next state; return the actions, in order.
@@ -355,8 +355,6 @@ class StreamRepair:
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self.shown = SHOWN[state]
-        """The state that users see."""
         self._row = TABLE[state]
         self.stays_on_next = self._row.get(Input.NEXT) == _to(state)
         """True if the next batch changes nothing, so that `advance` can be left out."""

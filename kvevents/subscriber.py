@@ -273,7 +273,7 @@ class Subscriber:
 
     def _enter(self, given: Input) -> None:
         self._stream.advance(given)
-        self._delivery.show(self._stream.shown)
+        self._delivery.show(self._stream.state.shown)
 
     # --- batches ----------------------------------------------------------------------------------
 

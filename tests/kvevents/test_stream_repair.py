@@ -19,7 +19,6 @@ from kvevents.stream_state import (
     CLEAR_REASONS,
     ON_A_BATCH,
     RESULTS,
-    SHOWN,
     Action,
     Input,
     SourceState,
@@ -97,7 +96,7 @@ def inputs_at(place: Place) -> frozenset[Input]:
     """What can come, as far as the kind of place goes."""
     if place.state is State.DEAD:
         return frozenset()
-    if SHOWN[place.state] is SourceState.CONNECTING:
+    if place.state.shown is SourceState.CONNECTING:
         return CONNECTS | {Input.CLOSED}
     possible = AT_REST if place.question is None else RESULTS[place.question]
     return possible | {Input.CLOSED}
@@ -227,7 +226,7 @@ def test_a_source_is_shown_live_only_if_nothing_is_missing() -> None:
     """The one promise to the readers of the index."""
     with_holes = {after for _, after in MEETINGS if after is not None and after.has_holes}
     assert len({place.state for place in with_holes}) > 5
-    assert not [place for place in with_holes if SHOWN[place.state] is SourceState.LIVE]
+    assert not [place for place in with_holes if place.state.shown is SourceState.LIVE]
 
 
 def test_a_look_at_a_silent_tail_that_finds_nothing_missing_never_leaves_live() -> None:
@@ -236,7 +235,7 @@ def test_a_look_at_a_silent_tail_that_finds_nothing_missing_never_leaves_live() 
     assert (state, actions[-1]) == (State.LIVE, Action.ASK_FROM_LAST)
     for result in (Input.REPLAY_END, Input.CUT_SHORT, Input.VACANT):
         assert TABLE[State.LIVE][result].state is State.LIVE
-    assert SHOWN[TABLE[State.LIVE][Input.NO_ANSWER].state] is SourceState.LIVE
+    assert TABLE[State.LIVE][Input.NO_ANSWER].state.shown is SourceState.LIVE
     assert TABLE[State.LIVE][Input.NEWS].state is State.VERIFYING, "something was missing"
 
 
@@ -248,15 +247,15 @@ def test_a_second_look_without_an_answer_leaves_the_source_suspect_until_it_is_h
         State.UNANSWERED,
         State.SILENT,
     ]
-    assert SHOWN[State.SILENT] is SourceState.SUSPECT
+    assert State.SILENT.shown is SourceState.SUSPECT
     for heard in (Input.NEXT, Input.REPLAY_END, Input.VACANT):
-        assert SHOWN[TABLE[State.SILENT][heard].state] is SourceState.LIVE
+        assert TABLE[State.SILENT][heard].state.shown is SourceState.LIVE
 
 
 def test_live_batches_wait_wherever_the_source_is_shown_as_recovering() -> None:
     """They are taken at rest, so a recovering stream always has a question under way."""
     for _, after in MEETINGS:
-        if after is not None and SHOWN[after.state] is SourceState.RECOVERING:
+        if after is not None and after.state.shown is SourceState.RECOVERING:
             assert after.question is not None
 
 
