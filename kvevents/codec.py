@@ -306,16 +306,13 @@ def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, A
 
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
-    known = {name: fields[name] for name in BlockStored.__struct_fields__ if name in fields}
+    fields = {"block_hashes": None, "parent_block_hash": None, **fields}
     # SGLang 0.5.18 and 0.5.19 write the salt where vLLM has the adapter's name.
-    if isinstance(known.get("lora_name"), dict):
-        known |= {"lora_name": None, "cache_salt": known["lora_name"].get("cache_salt")}
-    token_ids = known.get("token_ids")
-    known["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
-    known.setdefault("block_hashes", None)
-    known.setdefault("parent_block_hash", None)
-    known.setdefault("medium", None)
-    return _convert(known, BlockStored, place)
+    if isinstance(fields.get("lora_name"), dict):
+        fields |= {"lora_name": None, "cache_salt": fields["lora_name"].get("cache_salt")}
+    token_ids = fields.get("token_ids")
+    fields["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
+    return _read_fields(BlockStored, fields, place)
 
 
 def _plain_tokens(token_ids: Any, place: str) -> Any:
@@ -332,7 +329,12 @@ def _read_fields(kind: type[Event], fields: dict[str, Any], place: str) -> Event
     known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
     if "medium" in kind.__struct_fields__:
         known.setdefault("medium", None)  # engines may leave it out: that is the GPU
-    return _convert(known, kind, place)
+    try:
+        return msgspec.convert(known | {"type": kind.__name__}, kind)
+    except msgspec.ValidationError as error:
+        # Raised below and not here, where it would keep this error, and with it quoted bytes.
+        refusal = without_values(error)
+    raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
@@ -342,15 +344,6 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
         for kind in (BlockRemoved, AllBlocksCleared, TierBlocksCleared, CacheLayout)
     },
 }
-
-
-def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
-    try:
-        return msgspec.convert(fields | {"type": kind.__name__}, kind)
-    except msgspec.ValidationError as error:
-        # Raised below and not here, where it would keep this error, and with it quoted bytes.
-        refusal = without_values(error)
-    raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 def _check(event: Event, place: str) -> None:
