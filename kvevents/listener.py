@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Annotated
 
@@ -188,29 +188,23 @@ class ChannelConnection:
             self.wake_up.set()
 
 
+@dataclass(eq=False, repr=False)
 class Listener:
-    """A bound SUB socket.
+    """A bound SUB socket."""
 
-    Args:
-        socket: Bounds on messages and on the queue.
-    """
+    context: Context
+    wanted: ZmqEndpoint
+    """The address to bind."""
+    socket_limits: SocketLimits = field(default_factory=SocketLimits)
+    """Bounds on messages and on the queue."""
+    limits: ListenLimits = field(default_factory=ListenLimits)
 
-    def __init__(
-        self,
-        context: Context,
-        endpoint: ZmqEndpoint,
-        socket: SocketLimits | None = None,
-        limits: ListenLimits | None = None,
-    ) -> None:
-        self._context = context
-        self._wanted = endpoint
-        self._socket_limits = socket or SocketLimits()
-        self._limits = limits or ListenLimits()
+    def __post_init__(self) -> None:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._fds: set[int] = set()
         """The descriptors of the connections that are up."""
-        self.endpoint = str(endpoint)
+        self.endpoint = str(self.wanted)
         """The address with the port that the system picked, once it is open."""
         self._channels: list[Channel] = []
         self._of_topic: dict[bytes, Channel] = {}
@@ -227,12 +221,12 @@ class Listener:
         Raises:
             EndpointError: The address cannot be bound.
         """
-        made: Socket = self._context.socket(zmq.SUB)
+        made: Socket = self.context.socket(zmq.SUB)
         try:
-            bound(made, self._socket_limits)
+            bound(made, self.socket_limits)
             made.setsockopt(zmq.SUBSCRIBE, b"")
             self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED | _GONE)
-            self.endpoint = open_socket(made, "events.listen", self._wanted, False).address
+            self.endpoint = open_socket(made, "events.listen", self.wanted, False).address
         except BaseException:
             self._close(made)
             raise
@@ -366,8 +360,8 @@ class Listener:
     def _keep(self, link: _Link, message: Batch | MalformedBatch) -> bool:
         size = len(message.payload) if isinstance(message, Batch) else 0
         is_full = (
-            len(link.waiting) >= self._socket_limits.queue_messages
-            or link.waiting_bytes + size > self._limits.channel_bytes
+            len(link.waiting) >= self.socket_limits.queue_messages
+            or link.waiting_bytes + size > self.limits.channel_bytes
         )
         if is_full:
             self._counts["overflow"] += 1
@@ -402,7 +396,7 @@ class Listener:
                 return link
         elif link is not None and not link.is_down:
             silent_s = monotonic() - link.last_message_at
-            if silent_s < self._limits.taken_over_after_s:
+            if silent_s < self.limits.taken_over_after_s:
                 self._count_unknown(topic, "another publisher has its replica's place")
                 return None
         if fd >= 0 and fd not in self._fds:
@@ -420,7 +414,7 @@ class Listener:
         known = self._unknown.get(topic)
         if known is not None:
             self._unknown[topic] = UnknownTopic(known.topic, reason, known.messages + 1)
-        elif len(self._unknown) < self._limits.unknown_topics:
+        elif len(self._unknown) < self.limits.unknown_topics:
             self._unknown[topic] = first = UnknownTopic(_printable(topic), reason, 1)
             self.on_unknown(first)
 

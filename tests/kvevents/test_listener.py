@@ -38,7 +38,7 @@ async def listening(
     socket: SocketLimits | None = None,
     limits: ListenLimits | None = None,
 ) -> AsyncIterator[Listener]:
-    made = Listener(context, LOCAL, socket, limits)
+    made = Listener(context, LOCAL, socket or SocketLimits(), limits or ListenLimits())
     made.open()
     try:
         yield made
