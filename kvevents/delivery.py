@@ -120,25 +120,21 @@ class Delivery:
         self._consumer = consumer
         self._is_clear = True
         """True if nothing was handed on since the consumer was last cleared."""
-        self._proves_by_number = False
-        """True if the next number alone proves that it is the process from before."""
+        self.proves_by_number = False
+        """True if everything was known when the connection was lost, and no other process can have
+        the next number: if that comes first, nothing is missing."""
 
     def take(self, batch: Batch) -> Input:
         """Return the fate of *batch*, which is handed on if it is the next one."""
         if batch.seq == self.tracker.expected:
             given = self.hand_on(batch)
-            return self._proved(given) if self._proves_by_number else given
-        self._proves_by_number = False
+            return self._proved(given) if self.proves_by_number else given
+        self.proves_by_number = False
         fate = self.tracker.classify(batch.seq, fingerprint(batch.payload))
         if fate is not Input.DUPLICATE:
             fate = self._by_name(fate, publisher_of(batch.payload))
         self.counters.duplicates += fate is Input.DUPLICATE
         return fate
-
-    def expect_next(self) -> None:
-        """Note that everything was known when the connection was lost, and that no other process
-        can have the next number: if that comes first, nothing is missing."""
-        self._proves_by_number = True
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on even behind a gap; return its fate."""
@@ -214,7 +210,7 @@ class Delivery:
         return publisher_id is not None and known is not None and publisher_id != known
 
     def _proved(self, given: Input) -> Input:
-        self._proves_by_number = False
+        self.proves_by_number = False
         return Input.ALL_KNOWN if given is Input.NEXT else given
 
     def _hand_on(self, batch: Batch) -> Input:

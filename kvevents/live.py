@@ -76,13 +76,9 @@ class LiveStream:
         self._backlog: deque[Batch] = deque()
         self._backlog_bytes = 0
         self._next_pass: asyncio.Handle | None = None
-        self._asked_behind = 0
-        self._covered = 0
-
-    @property
-    def waiting_at_question(self) -> int:
+        self.waiting_at_question = 0
         """Batches that waited when the last question was asked."""
-        return self._asked_behind
+        self._covered = 0
 
     def close(self) -> None:
         self._stop_collecting()
@@ -135,7 +131,7 @@ class LiveStream:
 
     def note_question(self) -> None:
         """Note that a question is asked now."""
-        self._asked_behind = len(self._backlog)
+        self.waiting_at_question = len(self._backlog)
 
     def note_answer(self) -> None:
         """Note that the answer to the last question was read to its end.
@@ -146,12 +142,12 @@ class LiveStream:
             backlog at the question   [7 8 9]
             backlog at the answer     [7 8 9 10 11]     7, 8 and 9 are covered
         """
-        self._covered = self._asked_behind
+        self._covered = self.waiting_at_question
 
     def waits_beyond(self, last: int | None) -> bool:
         """Return whether a batch with a number above *last* waited when the last question was
         asked."""
-        asked = islice(self._backlog, self._asked_behind)
+        asked = islice(self._backlog, self.waiting_at_question)
         return any(last is None or batch.seq > last for batch in asked)
 
     def forget_answers(self) -> None:

@@ -41,7 +41,8 @@ class SnapshotHead(NamedTuple):
 
     last: int
     """The last batch it includes; `NOTHING_PUBLISHED` before the first."""
-    publisher_id: str
+    publisher_id: str | None
+    """None: its parts name the process."""
 
 
 def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:

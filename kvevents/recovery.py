@@ -37,7 +37,7 @@ from kvevents.delivery import (
 )
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
-from kvevents.messages import NOTHING_PUBLISHED, Batch
+from kvevents.messages import NOTHING_PUBLISHED, Batch, SnapshotHead
 from kvevents.pacing import Backoff, Pacer, SilenceTimer
 from kvevents.replay import (
     EndpointClient,
@@ -95,9 +95,8 @@ class Questions:
         self._client: EndpointClient | None = None
         self._next: Batch | None = None
         """The first batch of the answer under way that was not handed on; None at its end."""
-        self._last_in_snapshot = NOTHING_PUBLISHED
-        self._named: str | None = None
-        """The publisher of the snapshot under way, where an endpoint of its own names it."""
+        self._snapshot = SnapshotHead(NOTHING_PUBLISHED, None)
+        """The head of the snapshot under way."""
         self._is_refused = False
         """True if no snapshot can be had for now, nor anything else be asked."""
         self._asked_from: int | None = None
@@ -204,7 +203,7 @@ class Questions:
         last = None if self._next is None else last_in_snapshot(self._next)
         if last is None:
             return Input.NO_SNAPSHOT
-        self._last_in_snapshot = last
+        self._snapshot = SnapshotHead(last, None)
         return Input.SNAPSHOT_BEGINS
 
     async def _ask_snapshot_endpoint(self, endpoint: SnapshotEndpoint) -> Input:
@@ -230,15 +229,13 @@ class Questions:
                 raise
             self._complain(problem)
             return Input.NO_SNAPSHOT
-        self._last_in_snapshot = head.last
-        self._named = head.publisher_id
+        self._snapshot = head
         return Input.SNAPSHOT_BEGINS
 
     async def _put(self, start: int | None) -> Batch | None:
         """Ask on a new connection; return the first batch of the answer."""
         assert self.replay is not None
         self.close()
-        self._named = None
         self._client = ReplayClient(self.replay)
         await self._client.open()
         return await self._put_again(start)
@@ -330,7 +327,7 @@ class Questions:
         return Input.NO_ANSWER
 
     async def _take_snapshot(self) -> AsyncIterator[Result]:
-        last, named = self._last_in_snapshot, self._named
+        last, named = self._snapshot
         if named is not None:
             self._tracker.publisher_id = named
         try:

@@ -289,7 +289,7 @@ class Subscriber:
                 await intake.follow_up()
             elif has_all and live.connection.is_down:
                 if self._has_unique_numbers and self._delivery.shown is SourceState.LIVE:
-                    self._delivery.expect_next()
+                    self._delivery.proves_by_number = True
                 self._enter(Input.DISCONNECTED)
             if self._is_distrusted and self._stream.is_connected:
                 self._is_distrusted = has_all = False
