@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvevents.errors import UNREADABLE, MalformedBatch
 from kvevents.events import (
@@ -129,8 +129,7 @@ def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
     Args:
         block_size: In tokens; 0 where it is unknown.
     """
-    fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    return _ExplicitStored(**fields | {"block_size": block_size})
+    return _ExplicitStored(**asdict(event) | {"block_size": block_size})
 
 
 def decode(payload: bytes) -> EventBatch:
@@ -176,22 +175,14 @@ def _read_batch(payload: bytes) -> EventBatch:
     reading = _Reading()
     for index, raw in enumerate(batch.events):
         reading.take(raw, f"events[{index}]")
-    return EventBatch(
-        ts=batch.ts,
-        events=reading.events,
-        data_parallel_rank=batch.data_parallel_rank,
-        skipped=reading.skipped,
-        unreadable=reading.unreadable,
-        hides_removals=reading.hides_removals,
-        problem=reading.problem,
-    )
+    rank = batch.data_parallel_rank
+    return EventBatch(batch.ts, data_parallel_rank=rank, **asdict(reading))
 
 
-@dataclass(slots=True)
-class _Reading:
-    """Holds the part of a batch read so far; see `EventBatch`."""
+class _Reading(msgspec.Struct):
+    """Holds the fields of an `EventBatch` that are read event by event."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = []
     skipped: int = 0
     unreadable: int = 0
     hides_removals: bool = False
