@@ -35,18 +35,12 @@ from kvevents.delivery import (
     last_in_snapshot,
     publisher_of,
 )
+from kvevents.endpoints import Context
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
 from kvevents.messages import NOTHING_PUBLISHED, Batch, SnapshotHead
 from kvevents.pacing import Backoff, Pacer, SilenceTimer
-from kvevents.replay import (
-    EndpointClient,
-    ReplayClient,
-    ReplayEndpoint,
-    SnapshotClient,
-    SnapshotEndpoint,
-    no_answer_from,
-)
+from kvevents.replay import AskedEndpoints, EndpointClient, ReplayClient, SnapshotClient
 from kvevents.sequence import fingerprint
 from kvevents.stream_repair import StreamRepair
 from kvevents.stream_state import CLEAR_REASONS, ON_A_BATCH, RESULTS, Action, Input, State
@@ -84,10 +78,8 @@ class Questions:
     delivery: Delivery
     live: LiveStream
     """The live batches, which wait meanwhile."""
-    replay: ReplayEndpoint | None
-    """The replay endpoint; None: snapshots only."""
-    snapshots: SnapshotEndpoint | None
-    """The endpoint asked for snapshots first; None: *replay*."""
+    asked: AskedEndpoints
+    context: Context
     pacer: Pacer
 
     def __post_init__(self) -> None:
@@ -139,7 +131,7 @@ class Questions:
         last = self._asked_from = self._tracker.last
         if last is None:
             return Input.NOTHING_HELD
-        if self.replay is None:
+        if self.asked.replay is None:
             return Input.VACANT if self._is_refused else Input.UNPROVABLE
         start = self._tracker.unproven_since(MAX_UNPROVEN)
         is_same = True
@@ -187,7 +179,7 @@ class Questions:
 
     async def _ask_from_0(self) -> Input:
         self._asked_from = None
-        if self.replay is None:
+        if self.asked.replay is None:
             return Input.VACANT
         self._next = await self._put(0)
         if self._next is None:
@@ -195,9 +187,9 @@ class Questions:
         return Input.RING_FROM_0 if self._next.seq == 0 else Input.RING_LATER
 
     async def _ask_snapshot(self) -> Input:
-        if self.snapshots is not None:
-            given = await self._ask_snapshot_endpoint(self.snapshots)
-            if given is Input.SNAPSHOT_BEGINS or self.replay is None:
+        if self.asked.snapshots is not None:
+            given = await self._ask_snapshot_endpoint(self.asked.snapshots)
+            if given is Input.SNAPSHOT_BEGINS or self.asked.replay is None:
                 return given
         self._next = await self._put(None)
         last = None if self._next is None else last_in_snapshot(self._next)
@@ -206,26 +198,26 @@ class Questions:
         self._snapshot = SnapshotHead(last, None)
         return Input.SNAPSHOT_BEGINS
 
-    async def _ask_snapshot_endpoint(self, endpoint: SnapshotEndpoint) -> Input:
-        if not endpoint.may_be_asked:
-            self._is_refused = self.replay is None
+    async def _ask_snapshot_endpoint(self, endpoint: str) -> Input:
+        if not self.asked.may_make_snapshot:
+            self._is_refused = self.asked.replay is None
             return Input.NO_SNAPSHOT
         self.close()
         self.live.forget_answers()
         self._counters.questions += 1
         try:
-            self._client = client = SnapshotClient(endpoint)
+            self._client = client = SnapshotClient(self.context, endpoint, self.asked)
             await client.open()
             head = await client.ask()
             if head is None:
-                self._is_refused = self.replay is None
+                self._is_refused = self.asked.replay is None
                 return Input.NO_SNAPSHOT
-            endpoint.note_snapshot()
+            self.asked.note_snapshot()
             # The first part comes with the head: a fault in it costs nothing that is held.
             self._next = await client.reply()
         except (NoAnswer, NoConnection, MalformedReply) as problem:
             self.close()
-            if self.replay is None:
+            if self.asked.replay is None:
                 raise
             self._complain(problem)
             return Input.NO_SNAPSHOT
@@ -234,9 +226,9 @@ class Questions:
 
     async def _put(self, start: int | None) -> Batch | None:
         """Ask on a new connection; return the first batch of the answer."""
-        assert self.replay is not None
+        assert self.asked.replay is not None
         self.close()
-        self._client = ReplayClient(self.replay)
+        self._client = ReplayClient(self.context, self.asked.replay, self.asked)
         await self._client.open()
         return await self._put_again(start)
 
@@ -371,15 +363,9 @@ class Questions:
         self._counters.unanswered += 1
         self._counters.unanswered_in_a_row += 1
         if self._counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
-            self.delivery.report_silence(NoAnswer(f"{self._who_is_silent()} ({problem})"))
+            self.delivery.report_silence(NoAnswer(f"{self.asked.no_answer} ({problem})"))
         if not isinstance(problem, (NoAnswer, NoConnection)):
             self.delivery.report(problem)
-
-    def _who_is_silent(self) -> str:
-        return no_answer_from(
-            None if self.replay is None else self.replay.endpoint,
-            None if self.snapshots is None else self.snapshots.endpoint,
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -388,10 +374,9 @@ class Recovery:
 
     stream: StreamRepair
     delivery: Delivery
-    replay: ReplayEndpoint | None
-    """The replay endpoint; None: none."""
-    snapshots: SnapshotEndpoint | None
-    """The endpoint for snapshots alone, if there is one."""
+    asked: AskedEndpoints
+    context: Context
+    """Has the sockets that ask."""
     pacer: Pacer
     silence: SilenceTimer
     """Times the looks at the tail; every batch and every recovery delays it."""
@@ -412,7 +397,7 @@ class Recovery:
     async def connected(self, live: LiveStream) -> None:
         """Verify what is held, with the publisher behind *live*."""
         self.live = live
-        if self.replay is None and self.snapshots is None:
+        if self.asked.replay is None and self.asked.snapshots is None:
             await self.react_to(Input.CONNECTED_WITHOUT_REPLAY)
         else:
             self.silence.received()
@@ -492,7 +477,7 @@ class Recovery:
     # --- questions --------------------------------------------------------------------------------
 
     async def _recover(self, question: Action) -> None:
-        questions = Questions(self.delivery, self.live, self.replay, self.snapshots, self.pacer)
+        questions = Questions(self.delivery, self.live, self.asked, self.context, self.pacer)
         self.live.forget_answers()
         self.retry.reset()
         try:

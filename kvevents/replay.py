@@ -40,51 +40,36 @@ class ReplayLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedEndpoint:
-    """An endpoint of a publisher, and the options of asking it."""
+class AskedEndpoints:
+    """The endpoints of a publisher that are asked, and the bounds on asking."""
 
-    context: Context
-    """The context of the sockets."""
-    endpoint: str
-    sockets: SocketLimits
-    limits: ReplayLimits
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayEndpoint(AskedEndpoint):
-    """The replay endpoint of a publisher."""
-
+    replay: str | None
+    """The replay endpoint."""
+    snapshots: str | None
+    """An endpoint for snapshots alone, which is asked for them first."""
     topic: bytes | None
     """The only topic that replies may carry; None allows any."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotEndpoint(AskedEndpoint):
-    """An endpoint of a publisher for snapshots alone."""
-
-    _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+    sockets: SocketLimits
+    limits: ReplayLimits
+    _snapshots_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
 
     @property
-    def may_be_asked(self) -> bool:
+    def no_answer(self) -> str:
+        """The text for endpoints that do not answer, to follow the publisher's name."""
+        kind, endpoint = ("replay", self.replay) if self.replay else ("snapshot", self.snapshots)
+        return f"its {kind} endpoint {endpoint} does not answer"
+
+    @property
+    def may_make_snapshot(self) -> bool:
         """Return False too soon after the last few snapshots: the engine stands still while it
         makes one, and an endpoint of another process than the stream's would be asked again and
         again."""
-        times = self._made_at
+        times = self._snapshots_at
         return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
 
     def note_snapshot(self) -> None:
-        """Note that one was made now."""
-        self._made_at.append(monotonic())
-
-
-def no_answer_from(replay: str | None, snapshots: str | None) -> str:
-    """Return the text for an endpoint that does not answer, to follow the publisher's name.
-
-    Args:
-        replay: The replay endpoint, which is named if there is one.
-    """
-    which = f"replay endpoint {replay}" if replay else f"snapshot endpoint {snapshots}"
-    return f"its {which} does not answer"
+        """Note that the endpoint for snapshots made one now."""
+        self._snapshots_at.append(monotonic())
 
 
 class EndpointClient(SocketConnection, ABC):
@@ -95,9 +80,9 @@ class EndpointClient(SocketConnection, ABC):
     answer: str
     """The answer's, for errors."""
 
-    def __init__(self, endpoint: AskedEndpoint) -> None:
-        super().__init__(endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets)
-        self._bounds = endpoint.limits
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, zmq.DEALER, endpoint, asked.sockets)
+        self._bounds = asked.limits
         self._batches = self._bytes = 0
         self._deadline = 0.0
 
@@ -164,9 +149,9 @@ class ReplayClient(EndpointClient):
 
     name, answer = "replay", "an answer"
 
-    def __init__(self, endpoint: ReplayEndpoint) -> None:
-        super().__init__(endpoint)
-        self._topic = endpoint.topic
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, endpoint, asked)
+        self._topic = asked.topic
         self._start: int | None = None
         self._previous = -1
 
@@ -209,8 +194,8 @@ class SnapshotClient(EndpointClient):
 
     name, answer = "snapshot", "a snapshot"
 
-    def __init__(self, endpoint: SnapshotEndpoint) -> None:
-        super().__init__(endpoint)
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, endpoint, asked)
         self._last = -1
         self._has_more = True
 

@@ -26,7 +26,7 @@ from kvevents.live import BacklogLimits, Connection, LiveStream
 from kvevents.messages import Batch, read_live
 from kvevents.pacing import Backoff, Pacer, SilenceTimer
 from kvevents.recovery import Recovery
-from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
+from kvevents.replay import AskedEndpoints, ReplayLimits
 from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
 from kvevents.stream_repair import StreamRepair
@@ -148,10 +148,15 @@ class Subscriber:
         if snapshot_endpoint is not None:
             check_connectable("snapshot_endpoint", snapshot_endpoint)
         self._endpoint = endpoint
-        self._replay_endpoint = replay_endpoint
-        self._snapshot_endpoint = snapshot_endpoint
         self._topic = None if topic is None else topic.encode()
         self._options = options or SubscriberOptions()
+        self._asked = AskedEndpoints(
+            replay_endpoint,
+            snapshot_endpoint,
+            self._topic,
+            self._options.socket,
+            self._options.replay,
+        )
         self._context = context
         self._pacer = pacer or Pacer()
         self._connect = connect
@@ -168,7 +173,7 @@ class Subscriber:
         """Counts since the start, and the state now."""
         return SubscriberStatistics(
             endpoint=self._endpoint,
-            replay_endpoint=self._replay_endpoint,
+            replay_endpoint=self._asked.replay,
             state=self._delivery.shown,
             last_seq=self._delivery.tracker.last,
             last_message_at=self._delivery.last_message_at,
@@ -214,7 +219,7 @@ class Subscriber:
             return "batches of another engine come over its event stream"
         if self._delivery.counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
             return None
-        return no_answer_from(self._replay_endpoint, self._snapshot_endpoint)
+        return self._asked.no_answer
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -253,17 +258,11 @@ class Subscriber:
 
     def _recovery(self, context: zmq.Context[Any]) -> Recovery:
         options = self._options
-        replay = self._replay_endpoint and ReplayEndpoint(
-            context, self._replay_endpoint, options.socket, options.replay, self._topic
-        )
-        snapshots = self._snapshot_endpoint and SnapshotEndpoint(
-            context, self._snapshot_endpoint, options.socket, options.replay
-        )
         return Recovery(
             self._stream,
             self._delivery,
-            replay or None,
-            snapshots or None,
+            self._asked,
+            context,
             self._pacer,
             self._silence,
             Backoff(options.first_retry_s, options.max_retry_s),
