@@ -3,8 +3,7 @@
 A stream is *live* until a number is missing; then the replay endpoint is asked
 (`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
 may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
-no gap. Every connection is a new socket (`Subscription`), so that all its batches come from one
-process.
+no gap.
 """
 
 from __future__ import annotations
