@@ -32,7 +32,6 @@ LISTENED_TO = "listen"
 
 _READ_AT_ONCE = 64
 _MAX_TOPIC_BYTES = 1024
-_LONG_S = 3600.0
 _NOBLOCK, _RCVMORE, _SRCFD = map(int, (zmq.NOBLOCK, zmq.RCVMORE, zmq.SRCFD))
 _EVENTS, _POLLIN = map(int, (zmq.EVENTS, zmq.POLLIN))
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -116,9 +115,8 @@ class Channel:
         """The only topic that is its own; None: any of its pod's, one at a time."""
         self.link: _Link | None = None
         """The newest link."""
-        self._fresh: deque[_Link] = deque(maxlen=1)
-        """A link that was not taken yet."""
-        self._wake = WakeUp()
+        self.fresh: asyncio.Queue[_Link] = asyncio.Queue(1)
+        """The newest link, until a connection takes it."""
 
     def answers_to(self, topic: bytes) -> bool:
         """Return whether a topic is its own, or names its pod."""
@@ -131,14 +129,9 @@ class Channel:
         if self.link is not None:
             self.link.end()
         self.link = link
-        self._fresh.append(link)
-        self._wake.set()
-
-    async def next_link(self) -> _Link:
-        """Wait for the next link."""
-        while not self._fresh:
-            await self._wake.wait(_LONG_S)
-        return self._fresh.popleft()
+        if self.fresh.full():
+            self.fresh.get_nowait()
+        self.fresh.put_nowait(link)
 
 
 class ChannelConnection:
@@ -156,7 +149,7 @@ class ChannelConnection:
 
     async def open(self) -> None:
         """Wait until a publisher has sent its first message, however long."""
-        self._link = await self._channel.next_link()
+        self._link = await self._channel.fresh.get()
         self._link.notify = self._notify
 
     def close(self) -> None:
