@@ -22,16 +22,15 @@ from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
-from offload.groups.base import GroupManager, GroupSettings, RequestNeed, Retention
+from offload.groups.base import GroupManager, RequestNeed, Retention
 from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
-from offload.groups.full import FullAttentionManager
 from offload.groups.mamba import MambaManager
 from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 
 _MANAGERS: dict[GroupKind, type[GroupManager]] = {
-    GroupKind.FULL: FullAttentionManager,
+    GroupKind.FULL: GroupManager,
     GroupKind.SLIDING_WINDOW: SlidingWindowManager,
     GroupKind.CHUNKED_LOCAL: ChunkedLocalManager,
     GroupKind.MAMBA: MambaManager,
@@ -65,8 +64,8 @@ class Coordinator(ABC):
         self.scheduler_block_size = config.scheduler_block_size
         self.retention_interval = config.retention_interval
         self.managers = tuple(
-            _create_manager(GroupIdx(index), config, pool)
-            for index in range(len(config.layout.groups))
+            _MANAGERS[group.kind](GroupIdx(index), config, pool)
+            for index, group in enumerate(config.layout.groups)
         )
         self.no_blocks = ComputedBlocks(0, tuple(() for _ in self.managers))
 
@@ -238,7 +237,7 @@ class SingleGroupCoordinator(Coordinator):
         ends = (*ends, *self._resumed_at(hints.boundaries))
         if shared:
             ends = (*ends, shared)
-            if manager.settings.eagle:
+            if manager.eagle:
                 # A request that leaves the shared prefix right at its end lacks EAGLE's block
                 # behind it, and resumes a block before.
                 ends = (*ends, max(shared - manager.block_size, 0))
@@ -331,7 +330,7 @@ class HybridCoordinator(SingleGroupCoordinator):
         aligned = num_tokens // step * step
         for manager in self.managers:
             cacheable = aligned
-            if aligned and manager.settings.eagle:  # EAGLE's block lies behind the boundary
+            if aligned and manager.eagle:  # EAGLE's block lies behind the boundary
                 cacheable = min(num_tokens, aligned + manager.block_size)
             manager.cache_blocks(request, cacheable, self._retention(request, manager))
 
@@ -368,21 +367,6 @@ def resume_positions(
     step = scheduler_block_size
     ends = ((num_prompt_tokens - 1) // step * step, num_prompt_tokens // step * step)
     return tuple(sorted({max(end - step, 0) for end in ends}))
-
-
-def _create_manager(group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> GroupManager:
-    group = config.layout.groups[group_idx]
-    is_cached = group.kind is not GroupKind.NOT_CACHED
-    settings = GroupSettings(
-        group_idx=group_idx,
-        group=group,
-        # An encoder's blocks take no part in hits, so they need not fit the scheduler's.
-        scheduler_block_size=config.scheduler_block_size if is_cached else group.block_size,
-        max_in_flight_tokens=config.max_in_flight_tokens,
-        max_model_len=config.max_model_len,
-        eagle=group_idx in config.layout.eagle,
-    )
-    return _MANAGERS[group.kind](settings, pool)
 
 
 def _leading_group(layout: KVCacheLayout) -> int:

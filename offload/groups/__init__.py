@@ -2,8 +2,7 @@
 
 The files; each imports only what is listed above it:
 
-    base.py              block tables of one group, the part that all kinds share
-    full.py              full attention, MLA, sinks
+    base.py              block tables of one group: full attention, and a base for other kinds
     sliding_window.py    sliding window
     chunked_local.py     chunked local attention
     mamba.py             Mamba and linear attention

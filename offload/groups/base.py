@@ -1,4 +1,4 @@
-"""Keeps one group's block tables of every request: the part that all kinds share.
+"""Keeps one group's block tables of every request: for full attention, and as a base of all kinds.
 
 A request's *block table* in a group lists its blocks in the order of its tokens, with the null
 block wherever none is needed any more, or none ever was. A manager decides how many blocks a
@@ -8,34 +8,15 @@ groups is the coordinator's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
-from kvevents.layout import KVCacheGroup
 from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.errors import CacheConfigError
+from offload.config import CacheConfig
 from offload.request import CacheRequest
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """One group's part of a cache's configuration. All sizes in tokens."""
-
-    group_idx: GroupIdx
-    """Index in the layout."""
-    group: KVCacheGroup
-    scheduler_block_size: int
-    """Hits end at its multiples; a multiple of the group's block size."""
-    max_in_flight_tokens: int
-    """Most tokens a step computes for one request."""
-    max_model_len: int
-    """Longest request."""
-    eagle: bool = False
-    """True if the group must have one block more of a hit than is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +53,23 @@ class RequestNeed:
     """Tokens of the encoder's output, for cross attention."""
 
 
-class GroupManager(ABC):
-    """Block tables of one group. Each kind of attention overrides the differences."""
+class GroupManager:
+    """Block tables of one group. By itself it is for full attention, MLA and sinks, where a token
+    looks at all before it: every block is held to the end, and every full one can serve a hit.
+    """
 
-    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
+    def __init__(self, group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> None:
         """
-
-        Raises:
-            CacheConfigError: scheduler_block_size is not a multiple of the group's block size.
+        Args:
+            group_idx: Index in the configuration's layout.
+            pool: Shared by all groups.
         """
-        group = settings.group
-        if settings.scheduler_block_size % group.block_size:
-            raise CacheConfigError(
-                f"group {settings.group_idx} ({group.kind.value}): scheduler_block_size "
-                f"{settings.scheduler_block_size} must be a multiple of block_size "
-                f"{group.block_size}"
-            )
-        self.settings = settings
-        self.group_idx = settings.group_idx
-        self.group = group
-        self.block_size = group.block_size
+        self.group_idx = group_idx
+        self.group = config.layout.groups[group_idx]
+        self.block_size = self.group.block_size
+        self.config = config
+        self.eagle = group_idx in config.layout.eagle
+        """True if the group must have one block more of a hit than is reused."""
         self.pool = pool
         self.slid_out = 0
         """Blocks freed while their request ran on."""
@@ -119,15 +97,15 @@ class GroupManager(ABC):
 
     # --- what differs from kind to kind -----------------------------------------------------------
 
-    @abstractmethod
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:  # noqa: ARG002
         """How many leading tokens the next token does not look at."""
+        return 0
 
-    @abstractmethod
     def keep_mask(
         self, request_id: str, start: int, stop: int, retention: Retention
     ) -> list[bool] | None:
-        """Return which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
+        """Return which of the request's blocks `[start, stop)` can ever serve a hit; None for all,
+        as here.
 
         Args:
             start: Index of the first block in the request's table.
@@ -144,7 +122,7 @@ class GroupManager(ABC):
     def _read_behind(self, ends: Iterable[int]) -> set[int]:
         """Return table indices of the blocks that requests read that resume at one of *ends*, in
         tokens."""
-        step, eagle = self.settings.scheduler_block_size, int(self.settings.eagle)
+        step, eagle = self.config.scheduler_block_size, int(self.eagle)
         found = set[int]()
         for end in ends:
             needed = self.needed_blocks(end // step * step)
@@ -168,7 +146,7 @@ class GroupManager(ABC):
 
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
-        return blocks_for(self.settings.max_model_len, self.block_size)
+        return blocks_for(self.config.max_model_len, self.block_size)
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
         """Return whether a request of this step can start from a hit's blocks, or the step writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from offload.groups.base import GroupManager, Retention, blocks_for
+from offload.groups.base import GroupManager, blocks_for
 
 
 class ChunkedLocalManager(GroupManager):
@@ -21,12 +21,6 @@ class ChunkedLocalManager(GroupManager):
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     @override
-    def keep_mask(
-        self, request_id: str, start: int, stop: int, retention: Retention
-    ) -> list[bool] | None:
-        return None
-
-    @override
     def max_held_blocks(self) -> int:
-        in_flight = self.attention_chunk_size + self.settings.max_in_flight_tokens
-        return blocks_for(min(in_flight, self.settings.max_model_len), self.block_size)
+        in_flight = self.attention_chunk_size + self.config.max_in_flight_tokens
+        return blocks_for(min(in_flight, self.config.max_model_len), self.block_size)

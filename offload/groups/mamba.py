@@ -12,16 +12,11 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
+from kvevents.events import GroupIdx
 from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.groups.base import (
-    GroupManager,
-    GroupSettings,
-    RequestNeed,
-    Retention,
-    blocks_for,
-    num_free,
-)
+from offload.config import CacheConfig
+from offload.groups.base import GroupManager, RequestNeed, Retention, blocks_for, num_free
 from offload.request import CacheRequest
 
 
@@ -32,9 +27,9 @@ class MambaManager(GroupManager):
     writes it has ended. So a state that was cached in this step cannot be read before the next.
     """
 
-    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
+    def __init__(self, group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> None:
         """See `GroupManager`."""
-        super().__init__(settings, pool)
+        super().__init__(group_idx, config, pool)
         self._whole_states: dict[str, set[int]] = {}
         """Per request, indices of blocks whose state is that of their last token, until they are
         cached."""
@@ -62,7 +57,7 @@ class MambaManager(GroupManager):
     def _is_retained(self, index: int, retention: Retention) -> bool:
         if retention.interval is None:
             return True
-        end, step = (index + 1) * self.block_size, self.settings.scheduler_block_size
+        end, step = (index + 1) * self.block_size, self.config.scheduler_block_size
         if retention.kept_behind is not None and end > retention.kept_behind:
             return True
         at_interval = retention.interval > 0 and end % retention.interval == 0

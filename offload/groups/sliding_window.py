@@ -22,8 +22,8 @@ class SlidingWindowManager(GroupManager):
 
     @override
     def max_held_blocks(self) -> int:
-        in_flight = self.sliding_window - 1 + self.settings.max_in_flight_tokens
-        tokens = min(in_flight, self.settings.max_model_len)
+        in_flight = self.sliding_window - 1 + self.config.max_in_flight_tokens
+        tokens = min(in_flight, self.config.max_model_len)
         return blocks_for(tokens, self.block_size) + 1  # the window may start inside a block
 
     @override
@@ -42,8 +42,8 @@ class SlidingWindowManager(GroupManager):
         With `interval` 32 every second end is kept, with 0 only the boundaries: a prompt of 38
         tokens, whose boundary 37 is rounded down to 32, keeps blocks 6 and 7.
         """
-        tail = self.group.window_blocks(int(self.settings.eagle))
-        step = self.settings.scheduler_block_size
+        tail = self.group.window_blocks(int(self.eagle))
+        step = self.config.scheduler_block_size
         interval = step if retention.interval is None else retention.interval
         period = interval // self.block_size
         if period and tail >= period:
@@ -53,7 +53,7 @@ class SlidingWindowManager(GroupManager):
         ]
         if retention.interval is not None:
             for boundary in retention.boundaries:
-                end = boundary // step * step // self.block_size + self.settings.eagle
+                end = boundary // step * step // self.block_size + self.eagle
                 for index in range(max(start, end - tail), min(stop, end)):
                     mask[index - start] = True
             if retention.kept_behind is not None:
@@ -63,5 +63,5 @@ class SlidingWindowManager(GroupManager):
 
     def _is_in_tail(self, index: int, period: int, tail: int) -> bool:
         # EAGLE's block is the first of the next period.
-        eagle = self.settings.eagle
+        eagle = self.eagle
         return index >= eagle and (index - eagle) % period >= period - tail

@@ -163,7 +163,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "offload/event_log.py": ("tests/offload/test_event_log.py",),
     "offload/groups/base.py": _GROUPS,
-    "offload/groups/full.py": _GROUPS,
     "offload/groups/sliding_window.py": _GROUPS,
     "offload/groups/chunked_local.py": _GROUPS,
     "offload/groups/mamba.py": _GROUPS,

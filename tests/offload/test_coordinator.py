@@ -17,10 +17,9 @@ from offload.coordinator import (
     create_coordinator,
     resume_positions,
 )
-from offload.groups.base import RequestNeed
+from offload.groups.base import GroupManager, RequestNeed
 from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
-from offload.groups.full import FullAttentionManager
 from offload.groups.mamba import MambaManager
 from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
@@ -117,7 +116,7 @@ def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
         ).managers
     ]
     assert kinds == [
-        FullAttentionManager,
+        GroupManager,
         SlidingWindowManager,
         ChunkedLocalManager,
         MambaManager,
@@ -138,18 +137,14 @@ def test_the_schedulers_block_size_reaches_every_group_unchanged() -> None:
     )
     coordinator = coordinator_of(config)
     assert coordinator.scheduler_block_size == 48
-    # An encoder's blocks take no part in hits: its group gets its own size.
-    assert [manager.settings.scheduler_block_size for manager in coordinator.managers] == [
-        48,
-        48,
-        48,
-        7,
+    managers = coordinator.managers
+    assert [(each.group_idx, each.block_size) for each in managers] == [
+        (0, 4),
+        (1, 8),
+        (2, 16),
+        (3, 7),
     ]
-    assert [manager.group_idx for manager in coordinator.managers] == [0, 1, 2, 3]
-    settings = [manager.settings for manager in coordinator.managers]
-    assert {(each.max_in_flight_tokens, each.max_model_len, each.eagle) for each in settings} == {
-        (5, 77, True)
-    }
+    assert all(each.config is config and each.eagle for each in managers)
 
 
 def test_without_caching_nothing_is_found_or_cached() -> None:
