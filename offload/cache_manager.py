@@ -24,7 +24,7 @@ from kvevents.events import Event
 from offload.block import Block
 from offload.block_pool import BlockPool, PoolStatistics
 from offload.config import CacheConfig
-from offload.coordinator import ComputedBlocks, create_coordinator
+from offload.coordinator import ComputedBlocks, Coordinator
 from offload.errors import CacheConfigError, RequestStateError
 from offload.event_log import EventLog
 from offload.groups.base import RequestNeed
@@ -90,7 +90,7 @@ class CacheManager:
         self.config = config
         self._log = EventLog(config.layout.groups) if config.enable_events else None
         self.pool = BlockPool(config.num_blocks, config.layout.groups, self._log)
-        self.coordinator = create_coordinator(config, self.pool)
+        self.coordinator = Coordinator(config, self.pool)
         self._counts = CacheCounts()
 
     @property
