@@ -114,10 +114,6 @@ class _FileSide(LowerSide):
     io: ThreadPoolExecutor
 
     @override
-    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
-        return None
-
-    @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
         self._wait_for(
             self.io.submit(self.store.write, key, payload, hashes)

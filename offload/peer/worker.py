@@ -46,10 +46,6 @@ class _PeerSide(LowerSide):
         self._blocks = blocks
 
     @override
-    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
-        return None
-
-    @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
         raise TransferError("peer tier: nothing is stored there")
 
