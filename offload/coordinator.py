@@ -18,10 +18,9 @@ from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.config import CacheConfig
 from offload.groups.base import GroupManager, RequestNeed, Retention
-from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
+from offload.groups.local import ChunkedLocalManager, SlidingWindowManager
 from offload.groups.mamba import MambaManager
-from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 
 _MANAGERS: dict[GroupKind, type[GroupManager]] = {

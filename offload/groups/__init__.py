@@ -3,8 +3,7 @@
 The files; each imports only what is listed above it:
 
     base.py              block tables of one group: full attention, and a base for other kinds
-    sliding_window.py    sliding window
-    chunked_local.py     chunked local attention
+    local.py             sliding windows, chunked local attention
     mamba.py             Mamba and linear attention
     cross_attention.py   cross attention
 """

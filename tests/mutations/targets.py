@@ -163,8 +163,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "offload/event_log.py": ("tests/offload/test_event_log.py",),
     "offload/groups/base.py": _GROUPS,
-    "offload/groups/sliding_window.py": _GROUPS,
-    "offload/groups/chunked_local.py": _GROUPS,
+    "offload/groups/local.py": _GROUPS,
     "offload/groups/mamba.py": _GROUPS,
     "offload/transfer/plan.py": ("tests/offload/transfer",),
 }

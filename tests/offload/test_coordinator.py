@@ -11,10 +11,9 @@ from offload.block_pool import BlockPool
 from offload.config import CacheConfig
 from offload.coordinator import Coordinator, resume_positions
 from offload.groups.base import GroupManager, RequestNeed
-from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
+from offload.groups.local import ChunkedLocalManager, SlidingWindowManager
 from offload.groups.mamba import MambaManager
-from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 from tests.offload.small_cache import ids, request
 from tests.support.cache_driver import positions_read

@@ -1,4 +1,8 @@
-"""Sliding-window attention: a token looks at itself and `sliding_window - 1` tokens before it."""
+"""Local attention: a token looks only at those just before it.
+
+With a sliding window it looks at itself and `sliding_window - 1` tokens before it; with chunks
+(Llama 4), at those before it in its own chunk.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +69,22 @@ class SlidingWindowManager(GroupManager):
         # EAGLE's block is the first of the next period.
         eagle = self.eagle
         return index >= eagle and (index - eagle) % period >= period - tail
+
+
+class ChunkedLocalManager(GroupManager):
+    """A chunk's blocks are given back when the next chunk begins; a hit needs its own chunk's."""
+
+    @property
+    def attention_chunk_size(self) -> int:
+        """In tokens."""
+        assert self.group.attention_chunk_size is not None
+        return self.group.attention_chunk_size
+
+    @override
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    @override
+    def max_held_blocks(self) -> int:
+        in_flight = self.attention_chunk_size + self.config.max_in_flight_tokens
+        return blocks_for(min(in_flight, self.config.max_model_len), self.block_size)
