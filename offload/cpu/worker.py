@@ -60,7 +60,7 @@ class CPUTransferWorker(TransferWorker):
         # Zeroed, so that the system allocates the pages here and not during the first copies.
         self.slots = torch.zeros(shape, dtype=torch.int8, pin_memory=cache.device.type == "cuda")
         """The tier's memory, `[num_cpu_blocks, slot_bytes]` int8."""
-        super().__init__("kv-cpu-tier", geometry, options or TransferOptions())
+        super().__init__("kv-cpu-tier", geometry, options)
 
     @override
     def submit(self, job: TransferJob) -> None:
