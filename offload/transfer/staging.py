@@ -48,7 +48,6 @@ class LowerSide(Protocol):
         Args:
             buffer: `[num_lower, offloaded_bytes]` int8 on the CPU, to be read.
         """
-        ...
 
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
         """Copy a chunk's offloaded blocks out of the tier.
@@ -56,7 +55,6 @@ class LowerSide(Protocol):
         Args:
             buffer: `[num_lower, offloaded_bytes]` int8 on the CPU, to be written.
         """
-        ...
 
 
 class Stager(Protocol):
@@ -70,7 +68,6 @@ class Stager(Protocol):
 
         Called in the thread that submits the job.
         """
-        ...
 
     def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
         """Copy, and return the bytes copied to or from GPU blocks.
@@ -80,7 +77,6 @@ class Stager(Protocol):
         Args:
             after: From `record_event` when the job was submitted.
         """
-        ...
 
 
 def staging_size(geometry: TransferGeometry, wanted_bytes: int) -> int:
