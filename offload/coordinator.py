@@ -240,17 +240,17 @@ class Coordinator:
         """Return where later requests can resume behind this one."""
         if self.retention_interval is None:
             return _KEEP_ALL
-        ends = resume_positions(
+        hints, shared = request.hints, request.shared_prefix_boundary
+        ends = self._resumed_at(hints.boundaries)
+        ends += resume_positions(
             request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
-        hints, shared = request.hints, request.shared_prefix_boundary
-        ends = (*ends, *self._resumed_at(hints.boundaries))
         if shared:
-            ends = (*ends, shared)
+            ends.append(shared)
             if manager.eagle:
                 # A request that leaves the shared prefix right at its end lacks EAGLE's block
                 # behind it, and resumes a block before.
-                ends = (*ends, max(shared - manager.block_size, 0))
+                ends.append(max(shared - manager.block_size, 0))
         # A prompt that ends with a full block is resumed before that block by the same one again,
         # and behind it by a next turn whose response fills no block.
         kept_behind = request.num_prompt_tokens - 1 if hints.keep_end else None
