@@ -43,14 +43,10 @@ The files; each imports only what is listed above it:
 from offload.base import OffloadingManager, OffloadingWorker
 from offload.cache_manager import AllocatedBlocks, CacheManager, CacheStatistics
 from offload.config import CacheConfig
-from offload.connector import (
-    ConnectorStatistics,
-    ExternalHit,
-    FinishedLoads,
-    OffloadingConnector,
-    StoreScope,
-    Tier,
-)
+from offload.connector.connector import ConnectorStatistics, FinishedLoads, OffloadingConnector
+from offload.connector.load_plan import ExternalHit
+from offload.connector.store_plan import StoreScope
+from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
 from offload.errors import (
     BlockFileError,

@@ -26,7 +26,7 @@ from kvroute_engine.core.simulated import SimulatedBackend
 from kvroute_engine.core.time_model import Clock, RealClock, TimeModel
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector.connector import OffloadingConnector
 from offload.errors import CacheConfigError
 from offload.request import RETENTION_HINTS, RequestHasher
 from offload.tiers import MadeTier, TierConfig, TierHost, TransferBackend, create_tiers

@@ -12,7 +12,7 @@ from kvroute_engine.core.requests import EngineRequest, StepOutput
 from kvroute_engine.core.scheduler import Scheduler, SchedulerStatistics
 from kvroute_engine.core.time_model import Clock, RealClock
 from offload.cache_manager import CacheManager, CacheStatistics
-from offload.connector import OffloadingConnector
+from offload.connector.connector import OffloadingConnector
 from offload.peer.wire import MOST_ASKED
 from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec

@@ -20,7 +20,8 @@ from kvroute_engine.core.sequence import SequenceInProgress, SequenceState
 from kvroute_engine.core.serving_order import SchedulingPolicy, serving_order
 from offload.base import OffloadKey
 from offload.cache_manager import CacheManager
-from offload.connector import ExternalHit, OffloadingConnector
+from offload.connector.connector import OffloadingConnector
+from offload.connector.load_plan import ExternalHit
 from offload.coordinator import ComputedBlocks
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
