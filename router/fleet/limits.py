@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, NamedTuple
 
+import msgspec
+
 from kvevents.field_docs import counter, gauge
 from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
@@ -26,17 +28,21 @@ _STEPS_PER_S = 2
 """Steps of the window: the counts of one step leave it together."""
 
 
+SharedCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number that routers publish to each other."""
+
+
 class KeyCounts(NamedTuple):
-    """Holds the counts of one key at one router."""
+    """Holds the counts of one key at one router, as it publishes them."""
 
-    requests: int = 0
+    requests: SharedCount
     """Requests of the last minute."""
-    tokens: int = 0
+    tokens: SharedCount
     """Tokens of the last minute, of prompts and of responses."""
-    in_flight: int = 0
+    in_flight: SharedCount
 
 
-_NOTHING = KeyCounts()
+_NOTHING = KeyCounts(0, 0, 0)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -232,5 +238,5 @@ class KeyLimits:
         """
         reports = list(counts)
         for name, usage in self.usages.items():
-            found = [report[name] for report in reports if name in report]
-            usage.elsewhere = KeyCounts(*(sum(column) for column in zip(*found, strict=True)))
+            found = [_NOTHING, *(report[name] for report in reports if name in report)]
+            usage.elsewhere = KeyCounts(*map(sum, zip(*found, strict=True)))

@@ -22,7 +22,7 @@ import msgspec
 from router.config.extras import import_extra
 from router.config.sharing import BoardConfig
 from router.errors import ConfigError, ConfigProblem
-from router.fleet.limits import KeyCounts, KeyLimits
+from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
@@ -94,10 +94,7 @@ class Sharing:
                 if replica.record.health is Health.UNHEALTHY
             ),
             begun=self.quiet.begun(),
-            keys={
-                name: (counts.requests, counts.tokens, counts.in_flight)
-                for name, counts in self.keys.counts().items()
-            },
+            keys=self.keys.counts(),
         )
 
     def _prefixes(self) -> list[SharedPrefix]:
@@ -138,10 +135,7 @@ class Sharing:
         loads = _summed(slots, twice)
         self.load.take_others(loads)
         self.registry.others_reported([at for at in loads if isinstance(at, str)], MOST_DELAY_S)
-        self.keys.take_elsewhere(
-            {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
-            for slot in slots.values()
-        )
+        self.keys.take_elsewhere(slot.keys for slot in slots.values())
         self.mirror.take_others(received)
         now = self.clock()
         for writer, slot in slots.items():
@@ -203,18 +197,7 @@ def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError([ConfigProblem(f"board.{name}", f"{path}: no such file")])
-    board: Board = module.connect(
-        config.url,
-        module.Credentials(
-            config.username,
-            None if config.password is None else config.password.get_secret_value(),
-            config.ca,
-            config.certificate,
-            config.key,
-        ),
-        config.prefix,
-        secret,
-    )
+    board: Board = module.connect(config, secret)
     return board
 
 

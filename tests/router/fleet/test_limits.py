@@ -95,7 +95,7 @@ def test_what_other_routers_count_is_added() -> None:
     limits = KeyLimits([config, ClientKeyConfig(name="free", key="l")], clock)
     assert set(limits.usages) == {"a"}, "a key without limits is not counted"
     limits.take_elsewhere(
-        [{"a": KeyCounts(6, 100, 2)}, {"a": KeyCounts(3, 50, 2), "b": KeyCounts()}]
+        [{"a": KeyCounts(6, 100, 2)}, {"a": KeyCounts(3, 50, 2), "b": KeyCounts(0, 0, 0)}]
     )
     usage = limits.usages["a"]
     usage.enter()
