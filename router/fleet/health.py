@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from router.fleet.types import Health
 
@@ -12,27 +13,27 @@ _FEW_FAILED = 3
 """The least failures at a replica that serves what others fail."""
 
 
+@dataclass(eq=False, repr=False)
 class HealthRecord:
     """Counts in a row, for one replica.
 
     Checks and requests are counted separately: otherwise a server whose /health works while its
     requests fail would never leave the rotation. A passed check brings it back, so such a server
     alternates, and costs a few retries per interval.
-
-    Args:
-        unhealthy_after: Failures in a row that make it unhealthy.
-        healthy_after: Passed checks in a row that make it healthy.
     """
 
-    def __init__(self, unhealthy_after: int, healthy_after: int) -> None:
+    unhealthy_after: int
+    """Failures in a row that make it unhealthy."""
+    healthy_after: int
+    """Passed checks in a row that make it healthy."""
+
+    def __post_init__(self) -> None:
         self.health = Health.STARTING
         self.on_changed: Callable[[], None] | None = None
         """Called when *health* has changed."""
         self.last_error: str | None = None
         self.times_unhealthy = 0
         self.checks = self.failed_checks = self.failed_requests = 0
-        self._unhealthy_after = unhealthy_after
-        self._healthy_after = healthy_after
         self._passed_in_a_row = self._failed_in_a_row = self._failed_requests_in_a_row = 0
         self._recent = 0
         """The last requests, the latest in the lowest bit: 1 for one that failed."""
@@ -42,7 +43,7 @@ class HealthRecord:
         self.checks += 1
         self._failed_in_a_row = 0
         self._passed_in_a_row += 1
-        if self.health is Health.HEALTHY or self._passed_in_a_row < self._healthy_after:
+        if self.health is Health.HEALTHY or self._passed_in_a_row < self.healthy_after:
             return False
         self._failed_requests_in_a_row = 0
         self.last_error = None
@@ -61,7 +62,7 @@ class HealthRecord:
     @property
     def checks_fail(self) -> bool:
         """Return whether enough checks in a row failed, whatever requests show."""
-        return self._failed_in_a_row >= self._unhealthy_after
+        return self._failed_in_a_row >= self.unhealthy_after
 
     def request_failed(self, error: str) -> bool:
         """A request failed through the replica's fault, not the client's; True if that made it
@@ -70,7 +71,7 @@ class HealthRecord:
         self.last_error = error[:MAX_ERROR_CHARS]
         self._failed_requests_in_a_row += 1
         self._note_request(has_failed=True)
-        enough = self._failed_requests_in_a_row >= self._unhealthy_after
+        enough = self._failed_requests_in_a_row >= self.unhealthy_after
         return enough and self.health is Health.HEALTHY and self._become_unhealthy()
 
     def mark_suspect(self) -> bool:
@@ -78,7 +79,7 @@ class HealthRecord:
         cannot reach may well be reached from here."""
         if self.health is not Health.HEALTHY:
             return False
-        self._failed_in_a_row = max(self._failed_in_a_row, self._unhealthy_after - 1)
+        self._failed_in_a_row = max(self._failed_in_a_row, self.unhealthy_after - 1)
         return True
 
     def request_served(self) -> None:

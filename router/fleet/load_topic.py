@@ -79,29 +79,8 @@ def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
     )
 
 
-class LoadTopics:
-    """The sockets of all replicas. Belongs to one event loop; `close` it at the end."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[Any] | None = None
-
-    def connection(self, topic: LoadTopic, limits: SocketLimits) -> SocketConnection:
-        """A connection to a rank's socket, not open yet."""
-        if self._context is None:
-            self._context = zmq.Context()
-        return SocketConnection(
-            self._context, zmq.SUB, topic.endpoint, limits, topic.topic.encode()
-        )
-
-    def close(self) -> None:
-        """Follow nothing any more."""
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
-
-
 class LoadFollower:
-    """Follows one replica's published load.
+    """Follows one replica's published load. Belongs to one event loop.
 
     Args:
         allows: Returns whether an address may be connected to; None: every address.
@@ -109,11 +88,11 @@ class LoadFollower:
 
     def __init__(
         self,
-        topics: LoadTopics,
+        context: zmq.Context[Any],
         clock: Callable[[], float],
         allows: Callable[[str], bool] | None,
     ) -> None:
-        self._topics = topics
+        self._context = context
         self._clock = clock
         self._limits = SocketLimits(
             message_bytes=MAX_MESSAGE_BYTES, queue_messages=_QUEUE_MESSAGES, allows=allows
@@ -162,7 +141,9 @@ class LoadFollower:
 
     async def _follow(self, topic: LoadTopic, take: Callable[[EngineLoad], None] | None) -> None:
         while True:
-            connection = self._topics.connection(topic, self._limits)
+            connection = SocketConnection(
+                self._context, zmq.SUB, topic.endpoint, self._limits, topic.topic.encode()
+            )
             try:
                 await connection.open()
                 while not connection.is_down:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
+
+import zmq
 
 from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
@@ -19,7 +22,7 @@ from router.errors import InvalidReplicaResponse
 from router.fleet.client_errors import OutOfResources, UpstreamError
 from router.fleet.engine_load import EngineLoad, parse_engine_load
 from router.fleet.load import LoadTracker
-from router.fleet.load_topic import LoadFollower, LoadTopics
+from router.fleet.load_topic import LoadFollower
 from router.fleet.pace import Pace
 from router.fleet.replica import Replica
 from router.fleet.self_description import (
@@ -98,35 +101,26 @@ class _Refused(InvalidReplicaResponse):
         self.status = status
 
 
+@dataclass(eq=False, repr=False)
 class Watcher:
-    """The two tasks of one replica. Make it inside a running event loop.
+    """The two tasks of one replica. Make it inside a running event loop."""
 
-    Args:
-        replica: To be watched; its counts and times are written here.
-        load: Separates this router's requests from others' in the engine's load.
-    """
+    _replica: Replica
+    """Its counts and times are written here."""
+    _listener: WatchListener
+    _fetch: Fetch
+    _load: LoadTracker
+    """Separates this router's requests from others' in the engine's load."""
+    _config: HealthConfig
+    _random: Random
+    _clock: Callable[[], float]
+    _context: zmq.Context[Any]
+    """Has the sockets at which engines publish their load."""
+    _pace: Pace
 
-    def __init__(
-        self,
-        replica: Replica,
-        listener: WatchListener,
-        fetch: Fetch,
-        load: LoadTracker,
-        config: HealthConfig,
-        random: Random,
-        clock: Callable[[], float],
-        load_topics: LoadTopics,
-        pace: Pace,
-    ) -> None:
-        self._replica = replica
-        self._pace = pace
-        self._published = LoadFollower(load_topics, clock, replica.origin.allows)
-        self._listener = listener
-        self._fetch = fetch
-        self._load = load
-        self._config = config
-        self._random = random
-        self._clock = clock
+    def __post_init__(self) -> None:
+        allows = self._replica.origin.allows
+        self._published = LoadFollower(self._context, self._clock, allows)
         self._closing = False
         self._check_now = asyncio.Event()
         self._healthy = asyncio.Event()

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from random import Random
+from typing import Any
+
+import zmq
 
 from kvevents.tasks import begin_lasting
 from router.config.watch import HealthConfig
 from router.fleet.load import LoadTracker
-from router.fleet.load_topic import LoadTopics
-from router.fleet.pace import Pace, Traffic
+from router.fleet.pace import Pace
 from router.fleet.replica import Replica
 from router.fleet.watcher import Fetch, Watcher, WatchListener
 
@@ -28,17 +30,16 @@ class Watchers:
         fetch: Fetch,
         config: HealthConfig,
         load: LoadTracker,
-        random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fetch = fetch
         self._config = config
         self._load = load
-        self._random = random or Random()
+        self._random = Random()
         self._clock = clock
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._load_topics = LoadTopics()
+        self._context: zmq.Context[Any] = zmq.Context()
         self.decisions: Callable[[], int] = lambda: 0
         """Decisions made, including those whose requests were sent elsewhere."""
         self.pace = Pace(config, clock)
@@ -50,7 +51,7 @@ class Watchers:
         self._watchers[replica.id] = Watcher(
             *(replica, listener, self._fetch, self._load),
             *(self._config, self._random, self._clock),
-            *(self._load_topics, self.pace),
+            *(self._context, self.pace),
         )
         if self._pacing is None:
             consequence = "healthy replicas are asked less often from now on"
@@ -93,13 +94,13 @@ class Watchers:
             self._await_end(watcher.cancel())
         while self._ending:
             await asyncio.wait(self._ending)
-        self._load_topics.close()
+        self._context.destroy(linger=0)
 
     async def _keep_pace(self) -> None:
         while True:
             await asyncio.sleep(self._config.interval_s)
             in_flight, started, _ = self._load.books.counts()
-            if self.pace.look(Traffic(started + self.decisions(), in_flight)):
+            if self.pace.look(started + self.decisions(), in_flight):
                 for watcher in self._watchers.values():
                     watcher.look_soon()
 
