@@ -6,7 +6,7 @@ as the engine would hash it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,9 +86,9 @@ class HashFinder:
         spellings: Iterable[Sequence[ExtraKeys]],
         hash_block_size: int,
         lookahead: int,
-        held: Container[BlockHash],
+        holds: Callable[[BlockHash], bool],
     ) -> None:
-        """Try every known chain on a prompt: is one of its blocks among those held?
+        """Try every known chain on a prompt: is one of its blocks held?
 
         Args:
             spellings: From `extra_keys.spellings`.
@@ -98,7 +98,7 @@ class HashFinder:
         tokens = token_ids[: longest + lookahead]
 
         def is_held(hashes: list[BlockHash]) -> bool:
-            return any(found in held for found in hashes)
+            return any(map(holds, hashes))
 
         for extra_keys in spellings:
             if self.chain is None:

@@ -13,6 +13,7 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,7 +39,6 @@ from router.index.hash_finder import HashFinder, HashForm
 from router.index.layout_learner import LayoutHints, LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
 from router.index.sources import (
-    HeldHashes,
     IndexRecord,
     KnownSource,
     SharedStore,
@@ -447,9 +447,9 @@ class PrefixIndex:
             return []
         step = layout.hash_block_size
         if known.unplaced and finder.may_find:
-            held = HeldHashes(self.core, slot)
+            holds = partial(self.core.holds_hash, slot)
             spellings = prompt.spellings(step)
-            finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, held)
+            finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, holds)
             self.core.note(slot, finder.chain is not None, False, False)
             self._sort(source, known)
         if finder.chain is None:
@@ -519,8 +519,14 @@ class PrefixIndex:
     def _take(self, record: SourceRecord) -> None:
         self.add(record.source, record.hints)
         known = self._sources[record.source]
-        known.learner.tiers_seen = record.tiers_seen
-        known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
+        known.learner = LayoutLearner(
+            record.hints,
+            lookahead=record.lookahead,
+            announced=record.announced,
+            seen=record.seen,
+            tiers_seen=record.tiers_seen,
+            smallest_step=record.smallest_step,
+        )
         known.finder.take(record.chain)
         known.publish_layout(self.core)
         restore_state(self.core, known.slot, record.state, str(record.source))

@@ -192,24 +192,6 @@ class LayoutLearner:
         if seen.see(kind, sliding_window, block_size):
             self._rebuild()
 
-    def restore(
-        self,
-        announced: CacheLayout | None,
-        seen: dict[int, SeenGroup],
-        smallest_step: int,
-        lookahead: int,
-    ) -> None:
-        """Restore the facts of an earlier learner.
-
-        Args:
-            announced: See the attributes for all arguments.
-            smallest_step: In tokens.
-            lookahead: In tokens.
-        """
-        self.announced, self.seen = announced, seen
-        self.smallest_step, self.lookahead = smallest_step, lookahead
-        self._rebuild()
-
     def _rebuild(self) -> None:
         try:
             self.layout, self.error = self._build(), None

@@ -115,17 +115,6 @@ class KnownSource:
             core.set_layout(self.slot, fields, is_announced, learner.lookahead)
 
 
-class HeldHashes:
-    """The hashes that a source holds."""
-
-    def __init__(self, core: Core, slot: int) -> None:
-        self._core = core
-        self._slot = slot
-
-    def __contains__(self, block_hash: object) -> bool:
-        return self._core.holds_hash(self._slot, block_hash)
-
-
 def block_counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
     """Distinct blocks by group and tier, from the statistics of the core."""
     return {(group, tier): count for group, tier, count in sorted(found["blocks"])}
