@@ -49,16 +49,6 @@ def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
     return ReplicaLoad(*map(sum, zip(astuple(one), astuple(other), strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStatistics:
-    """Loads by replica (only those with any), and requests since the start."""
-
-    replicas: Mapping[str, ReplicaLoad]
-    in_flight: int
-    started: int
-    retried: int
-
-
 class Follower(Protocol):
     """Follows a request at one replica."""
 
@@ -137,10 +127,6 @@ class LoadTracker:
     def others_at(self, replica_id: str) -> ReplicaLoad:
         """Return other routers' load at a replica."""
         return ReplicaLoad(*self.books.others_at(replica_id))
-
-    def statistics(self) -> LoadStatistics:
-        replicas = {place: load for place, dp_rank, load in self.places() if dp_rank is None}
-        return LoadStatistics(replicas, *self.books.counts())
 
     @contextlib.contextmanager
     def tokenizing(self, replica_id: str) -> Iterator[None]:

@@ -144,16 +144,6 @@ class Replica:
         return self.cache if dp_rank is None else SourceId(self.id, dp_rank)
 
     @property
-    def cache_blocks(self) -> int | None:
-        """Blocks on the GPU of each rank, by its metrics; None: unknown."""
-        return None if self.engine_load is None else self.engine_load.cache_blocks
-
-    @property
-    def cache_tokens(self) -> int | None:
-        """Tokens that fit on the GPU of each rank, by its metrics; None: unknown."""
-        return None if self.engine_load is None else self.engine_load.cache_tokens
-
-    @property
     def is_healthy(self) -> bool:
         """Return whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY

@@ -54,8 +54,6 @@ class ProviderStatistics:
         ),
     ]
     """Why it cannot; None if it can."""
-    is_known: bool
-    """True once it has reported a list."""
 
 
 @dataclass(slots=True)
@@ -174,7 +172,7 @@ class ReplicaKeeper:
     def statistics(self) -> dict[str, ProviderStatistics]:
         return {
             name: ProviderStatistics(
-                len(found.replicas), found.reports, found.failures, found.error, found.reports > 0
+                len(found.replicas), found.reports, found.failures, found.error
             )
             for name, found in self._provided.items()
         }

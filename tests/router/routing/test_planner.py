@@ -42,6 +42,7 @@ from router.routing.question import (
     uncached_tokens,
 )
 from router.routing.recent_prefixes import RecentPrefixes
+from tests.support.loads import statistics_of
 
 IDS = list(range(1, 257))
 OTHER_IDS = list(range(5000, 5016))
@@ -451,7 +452,7 @@ def test_the_queue_of_a_replica_is_that_of_the_rank(planning: Planning) -> None:
     assert (load.foreign_requests, load.waiting_requests) == (4, 2), "half, rounded up"
     for flight in (*flights, *unknown):
         flight.ended()
-    assert planning.load.statistics().replicas == {}
+    assert statistics_of(planning.load).replicas == {}
 
 
 def test_a_prompt_that_nothing_tells_apart_leaves_the_rank_to_the_engine(

@@ -25,6 +25,7 @@ from router.routing.planner import RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
+from tests.support.loads import statistics_of
 
 BUSIEST = "by its requests"
 
@@ -151,7 +152,7 @@ def test_a_plug_in_may_let_go_of_a_request_while_it_chooses_among_ranks() -> Non
     planning = planning_by(policy)
     policy.held.append(planning.load.started("r0", 10, 10, 1))
     assert planning.only([], replica(ranks=2)).replica_id == "r0"
-    assert planning.load.statistics().in_flight == 0
+    assert statistics_of(planning.load).in_flight == 0
 
 
 def test_a_plug_in_may_be_a_built_in_policy_that_is_made_otherwise() -> None:

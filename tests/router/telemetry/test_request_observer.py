@@ -45,6 +45,7 @@ from router.telemetry.self_repair import (
 )
 from router.telemetry.shortages import Shortages
 from tests.support.blocks import FULL, window
+from tests.support.loads import statistics_of
 
 IDS = list(range(1, 130))
 USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tokens": %d}}}'
@@ -175,7 +176,7 @@ async def test_what_is_expected_at_admission_is_logged_and_compared(observed: Ob
             found = observed.metrics.get_sample_value(name, {**labels, "outcome": outcome})
             assert found == count
     assert observed.mirror.statistics().keys == 2
-    assert observed.load.statistics().in_flight == 0
+    assert statistics_of(observed.load).in_flight == 0
 
 
 @pytest.mark.parametrize("observed", ["least_delay"], indirect=True)
@@ -222,7 +223,7 @@ async def test_a_request_counts_at_the_rank_that_gets_it(observed: Observed) -> 
     candidate = again.ranked("r0").candidate
     assert (candidate.dp_rank, candidate.recent_tokens) == (rank, 128)
     observer.on_end(End.COMPLETED, 200, 1.0)
-    assert observed.load.statistics().replicas == {}
+    assert statistics_of(observed.load).replicas == {}
 
 
 async def test_where_the_engine_chooses_the_rank_none_is_counted_on(observed: Observed) -> None:
