@@ -381,7 +381,6 @@ def _usable_pool(pools: Collection[_Pool], name: str) -> _Pool | str:
 
 
 def _retry() -> Backoff:
-    """Return the delays after failures of one collection."""
     return Backoff(FIRST_RETRY_S, MAX_RETRY_S)
 
 
