@@ -251,16 +251,12 @@ class PolledConnection:
         self._poller = poller
         self._rank = rank
         self._translator = translator
-        self._is_down = False
+        self.is_down = False
+        """True once the server has not answered for long."""
         self._is_answered = False
         self.wake_up = WakeUp()
         self.waiting: deque[PolledEvent] = deque()
         self.on_readable: Callable[[], None] | None = None
-
-    @property
-    def is_down(self) -> bool:
-        """Return True once the server has not answered for long."""
-        return self._is_down
 
     async def open(self) -> None:
         """Wait for the first response, however long.
@@ -270,13 +266,13 @@ class PolledConnection:
         """
         self._poller.join(self._rank, self)
         while not self._is_answered:
-            if self._is_down:
+            if self.is_down:
                 raise NoConnection(f"{self._poller.endpoint}: no response")
             await self.wake_up.wait(_GONE_AFTER_S)
 
     def close(self) -> None:
         """Take nothing any more; safe to call again."""
-        self._is_down = True
+        self.is_down = True
         self.waiting.clear()
         self._poller.leave(self._rank, self)
 
@@ -310,7 +306,7 @@ class PolledConnection:
 
     def end(self) -> None:
         """Nothing more comes."""
-        self._is_down = True
+        self.is_down = True
         self.wake_up.set()
 
 
