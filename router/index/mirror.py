@@ -34,7 +34,6 @@ from router.index.index import PrefixIndex
 from router.index.mirror_types import (
     ApproximateStatistics,
     ByTier,
-    CacheOutlook,
     MirrorStatistics,
     Prefilling,
 )
@@ -165,25 +164,19 @@ class Mirror:
         """Return the speed of a replica of this model whose own speed is 1."""
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
 
-    def outlook(
-        self,
-        model: str,
-        source: SourceId,
-        capacity_blocks: int | None = None,
-        now: float | None = None,
-    ) -> CacheOutlook:
-        """Return the outlook of a cache for a new request.
+    def eviction_cost(self, model: str, source: SourceId, capacity_blocks: int | None) -> float:
+        """Return the probability that the block which a cache evicts next is used again.
 
         Args:
             source: The cache; an unknown one is idle and empty.
             capacity_blocks: Its size by the engine.
-            now: On the mirror's clock, where the caller knows it.
         """
-        now = self._clock() if now is None else now
-        (known,) = self.core.outlooks(
-            self.number_of_model(model), [self.number_of(source)], [capacity_blocks], now
+        caches, capacities = [self.number_of(source)], [capacity_blocks]
+        (outlook,) = self.core.outlooks(
+            self.number_of_model(model), caches, capacities, self._clock()
         )
-        return CacheOutlook(*known)
+        _progress_tokens, _eviction_age_s, reuse_probability, *_ = outlook
+        return reuse_probability
 
     def expected(
         self,

@@ -337,7 +337,7 @@ def _pressure(
     view = replicas.get(source.replica)
     engine = None if view is None else view.engine_load
     capacity = None if engine is None else engine.cache_blocks
-    return mirror.outlook(model, source, capacity).reuse_probability
+    return mirror.eviction_cost(model, source, capacity)
 
 
 # --- prompts and requests -------------------------------------------------------------------------
