@@ -15,31 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import Annotated
 
 from kvevents.field_docs import counter, gauge
 from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
+from router.fleet.types import KeyCounts
 
 _WINDOW_S = 60
 _STEPS_PER_S = 2
 """Steps of the window: the counts of one step leave it together."""
-
-
-SharedCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A number that routers publish to each other."""
-
-
-class KeyCounts(NamedTuple):
-    """Holds the counts of one key at one router, as it publishes them."""
-
-    requests: SharedCount
-    """Requests of the last minute."""
-    tokens: SharedCount
-    """Tokens of the last minute, of prompts and of responses."""
-    in_flight: SharedCount
 
 
 _NOTHING = KeyCounts(0, 0, 0)
@@ -101,7 +86,6 @@ class KeyUsage:
     """Requests that a limit of their key refused: `requests`, `tokens`, `in_flight`, `model`."""
 
     def counts(self) -> KeyCounts:
-        """Return this router's counts."""
         now = self._clock()
         return KeyCounts(self._requests.at(now), self._tokens.at(now), self.in_flight)
 
@@ -146,13 +130,11 @@ class KeyUsage:
         self._count_tokens(prompt_tokens)
 
     def leave(self, response_tokens: int = 0) -> None:
-        """A request is over."""
         self.in_flight -= 1
         self._count_tokens(response_tokens)
 
     @property
     def is_for_all_models(self) -> bool:
-        """Return whether the key is for every model."""
         return self._config.models is None
 
     def allows(self, model: str) -> bool:

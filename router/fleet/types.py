@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,20 @@ class ServedModels(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     """(LoRA adapter, the model it adapts)."""
+
+
+SharedCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number that routers publish to each other."""
+
+
+class KeyCounts(NamedTuple):
+    """Holds the counts of one key at one router, as it publishes them."""
+
+    requests: SharedCount
+    """Requests of the last minute."""
+    tokens: SharedCount
+    """Tokens of the last minute, of prompts and of responses."""
+    in_flight: SharedCount
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from router.errors import RouterError
-from router.fleet.limits import KeyCounts, SharedCount
+from router.fleet.types import KeyCounts, SharedCount
 
 VERSION = 2
 MAX_BYTES = 1_000_000

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 from router.fleet.limits import (
-    KeyCounts,
     KeyLimits,
     KeyUsage,
     MinuteCount,
 )
+from router.fleet.types import KeyCounts
 
 
 class Clock:

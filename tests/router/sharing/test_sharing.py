@@ -16,11 +16,12 @@ from router.config.server import ClientKeyConfig
 from router.config.watch import HealthConfig
 from router.errors import KeyLimitReached
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
-from router.fleet.limits import KeyCounts, KeyLimits
+from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
+from router.fleet.types import KeyCounts
 from router.fleet.watchers import Watchers
 from router.index.base import SourceId
 from router.index.mirror import Mirror

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.limits import KeyCounts
+from router.fleet.types import KeyCounts
 from router.sharing.slots import (
     MAX_BYTES,
     MAX_PREFIX_BYTES,
