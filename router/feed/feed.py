@@ -27,7 +27,7 @@ from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
-from router.config.origin import Header
+from router.config.origin import Allows, Header
 from router.config.values import POLLED
 from router.errors import NotRecordable
 from router.feed.polled import Pollers, PollerStatistics
@@ -49,8 +49,7 @@ _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 class SourceOptions(NamedTuple):
     """The options of a source's connection, besides its addresses."""
 
-    allows: Callable[[str], bool] | None = None
-    """Returns whether an address may be connected to; None: every address."""
+    allows: Allows | None = None
     names: Sequence[str] = ()
     """Names of pods in the topics of publishers that connect to us."""
     headers: Callable[[], Sequence[Header]] = lambda: ()
@@ -121,7 +120,6 @@ class Feed:
         return [listener.statistics() for listener in self._listeners]
 
     def pollers(self) -> list[PollerStatistics]:
-        """The polled servers."""
         return self._pollers.statistics()
 
     @staticmethod
@@ -218,10 +216,7 @@ class Feed:
             source, model, index, self._complain, self._tidy, self.taps, *suspects, stream
         )
 
-    def _options_of(
-        self, allows: Callable[[str], bool] | None, server_key: str | None
-    ) -> SubscriberOptions:
-        """Return one source's options."""
+    def _options_of(self, allows: Allows | None, server_key: str | None) -> SubscriberOptions:
         key = server_key or self._server_key
         curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
         sockets = replace(self._options.socket, allows=allows, curve=curve)
@@ -284,7 +279,6 @@ class Feed:
         self._context.term()
 
     def sources(self) -> list[SourceId]:
-        """The sources that are followed."""
         return list(self._sources)
 
     def state(self, source: SourceId) -> SourceState:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import RouterError
@@ -17,17 +18,18 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "index.snapshot"
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotKeeper:
     """Writes a snapshot from time to time. Belongs to one event loop."""
 
-    def __init__(self, feed: Feed, directory: Path, interval_s: float) -> None:
-        self._feed = feed
-        self._directory = directory
-        self._interval_s = interval_s
-        self.saved = self.failures = 0
-        """Snapshots written."""
-        self.saved_bytes = 0
-        """The size of the last one."""
+    _feed: Feed
+    _directory: Path
+    _interval_s: float
+    saved: int = 0
+    """Snapshots written."""
+    failures: int = 0
+    saved_bytes: int = 0
+    """The size of the last one."""
 
     async def run(self) -> None:
         while True:

@@ -279,11 +279,7 @@ class UpstreamClient:
 
 
 class _Resolver(AbstractResolver):
-    """Looks names up, each time that a connection is made: a name may lead elsewhere by then.
-
-    Args:
-        allows: Returns whether an address may be connected to; None: every one.
-    """
+    """Looks names up, each time that a connection is made: a name may lead elsewhere by then."""
 
     def __init__(self, allows: Allows | None) -> None:
         self._allows = allows

@@ -80,11 +80,7 @@ def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
 
 
 class LoadFollower:
-    """Follows one replica's published load. Belongs to one event loop.
-
-    Args:
-        allows: Returns whether an address may be connected to; None: every address.
-    """
+    """Follows one replica's published load. Belongs to one event loop."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from router.config.origin import Header
+from router.config.origin import Allows, Header
 from router.config.replica import ReplicaConfig, key_bytes
 from router.config.section import PriorityOrder
 from router.config.values import reachable
@@ -26,7 +26,6 @@ class Replica:
     Args:
         record: Its health, still unknown.
         now: On the registry's clock.
-        allows: Returns whether an address may be connected to for it; None: every address.
         gate: Decides whether it may get requests; None: always.
     """
 
@@ -35,7 +34,7 @@ class Replica:
         config: ReplicaConfig,
         record: HealthRecord,
         now: float,
-        allows: Callable[[str], bool] | None = None,
+        allows: Allows | None = None,
         gate: ReplicaGate | None = None,
     ) -> None:
         self.config = config
@@ -278,7 +277,7 @@ class Replica:
             breaker=self.gate.breaker.value,
             times_opened=self.gate.opened,
             times_told_off=self.gate.times_busy,
-            backs_off_s=self.gate.backs_off_s,
+            backs_off_s=self.gate.backs_off_s(),
             slow_start=self.gate.speed,
         )
 

@@ -13,6 +13,7 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -88,17 +89,7 @@ class PrefixIndex:
         """True if blocks of dropped sources are left, which no prompt finds."""
 
     def _new_core(self) -> Core:
-        limits, (point, fold) = self.limits, self._secrets
-        bounds = [
-            limits.blocks,
-            limits.tiers,
-            limits.waiting_runs,
-            limits.waiting_tokens,
-            limits.waiting_batches,
-            limits.forgotten,
-            limits.cleared_at_once,
-        ]
-        return Core(point, fold, bounds, NO_HIT, ApplyResult)
+        return Core(*self._secrets, astuple(self.limits), NO_HIT, ApplyResult)
 
     def number_of(self, source: SourceId) -> int:
         """Return what names a source in the core for good, also before it is added and after it was
@@ -150,7 +141,6 @@ class PrefixIndex:
         )
 
     def _drop_unread_stores(self) -> None:
-        """Drop the stores that no source reads."""
         if not self._stores:
             return
         read = {store.name for known in self._sources.values() for store in known.stores}
