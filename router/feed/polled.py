@@ -59,7 +59,6 @@ class Poller:
     Args:
         endpoint: The URL, with its path.
         headers: Returns what is sent along; called for each request, as a key may be renewed.
-        allows: Returns whether an address may be connected to; None: every address.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Poller:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether any rank of it is followed."""
         return bool(self._ranks)
 
     def register(self, rank: int) -> Callable[[], PolledConnection]:
@@ -241,16 +239,18 @@ class Poller:
                 connection.end()
 
 
+@dataclass(eq=False, repr=False)
 class PolledConnection:
     """The connection of one rank, for a subscriber (see `kvevents.live.Connection`).
 
     It outlasts requests that fail: events wait in the engine meanwhile.
     """
 
-    def __init__(self, poller: Poller, rank: int, translator: TrtllmTranslator) -> None:
-        self._poller = poller
-        self._rank = rank
-        self._translator = translator
+    _poller: Poller
+    _rank: int
+    _translator: TrtllmTranslator
+
+    def __post_init__(self) -> None:
         self.is_down = False
         """True once the server has not answered for long."""
         self._is_answered = False
@@ -271,17 +271,11 @@ class PolledConnection:
             await self.wake_up.wait(_GONE_AFTER_S)
 
     def close(self) -> None:
-        """Take nothing any more; safe to call again."""
         self.is_down = True
         self.waiting.clear()
         self._poller.leave(self._rank, self)
 
     def next_batch(self) -> Batch | None:
-        """The next event as a batch, None if none has come.
-
-        Raises:
-            MalformedBatch: An event that cannot be read, and is missing from now on.
-        """
         if not self.waiting:
             return None
         event = self.waiting.popleft()
@@ -290,7 +284,6 @@ class PolledConnection:
         return self._translator.translate(event)
 
     def has_more(self) -> bool:
-        """Return whether there is an event to take."""
         return bool(self.waiting)
 
     def note_response(self) -> None:

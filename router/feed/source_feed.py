@@ -45,7 +45,6 @@ class AppliedEvents:
     """Times the source was emptied, to be rebuilt."""
 
     def add(self, result: ApplyResult) -> None:
-        """Count one batch."""
         self.stored += result.stored
         self.removed += result.removed
         self.skipped += result.skipped

@@ -45,7 +45,6 @@ class EngineOrder:
 
     @property
     def facts(self) -> OrderFacts:
-        """The parts of its numbers."""
         return OrderFacts(self._ageing_tokens_per_s, self.class_of(None))
 
     def class_of(self, of_key: str | None) -> int:

@@ -327,21 +327,17 @@ class Line:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return sum(each.waiting for each in self._classes)
 
     @property
     def tokens(self) -> int:
-        """Return their cost together."""
         return sum(each.tokens for each in self._classes)
 
     @property
     def tenants(self) -> int:
-        """How many tenants it remembers."""
         return sum(len(each.tenants) for each in self._classes)
 
     def all_waiting(self) -> list[Waiter]:
-        """All waiting requests."""
         return [
             entry[2]
             for each in self._classes

@@ -184,7 +184,6 @@ class _Connection(asyncio.Protocol):
         self.kept_until = asyncio.get_running_loop().time() + KEPT_S
 
     def close(self) -> None:
-        """Close it at once."""
         self._no_longer_kept()
         self._transport.abort()
 

@@ -115,7 +115,6 @@ class WaitingRoom:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no request waits."""
         return not self._waiting
 
     def passed(self, waiter: Waiter) -> None:

@@ -27,7 +27,6 @@ def key_drawn_from(secret: bytes) -> bytes:
 
 
 def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
-    """A layout in the core's form."""
     groups = [
         (
             _KINDS[group.kind],

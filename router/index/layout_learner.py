@@ -137,7 +137,6 @@ class LayoutLearner:
         self._rebuild()
 
     def see_stored(self, event: BlockStored) -> None:
-        """Learn from one event."""
         lookaheads = event.lookahead_token_ids
         is_on_gpu, size = event.tier == GPU, event.tokens_per_block
         if is_on_gpu:

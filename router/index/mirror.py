@@ -206,11 +206,9 @@ class Mirror:
         return self.books.cache_id(*source)
 
     def numbers_of(self, replica: str) -> list[int]:
-        """Return the numbers of all its ranks."""
         return self.books.cache_ids_of(replica)
 
     def source_of(self, number: int) -> SourceId:
-        """The cache that a number names."""
         return SourceId(*self.books.cache_of(number))
 
     def number_of_model(self, name: str) -> int:

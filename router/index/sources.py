@@ -223,13 +223,11 @@ def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, in
 
 
 def store_record(core: Core, store: SharedStore) -> StoreRecord:
-    """The present state of a store."""
     state = core.export_source(store.slot)
     return StoreRecord(store.name, store.tiers, store.layout, store.lookahead, state)
 
 
 def source_record(core: Core, source: SourceId, known: KnownSource) -> SourceRecord:
-    """The present state of a source."""
     learner = known.learner
     return SourceRecord(
         source=source,

@@ -73,7 +73,6 @@ class Sharing:
     # --- publishing -------------------------------------------------------------------------------
 
     def collect(self) -> Slot:
-        """Return what to publish now."""
         return Slot(
             loads=tuple(
                 SharedLoad(

@@ -297,7 +297,6 @@ class ReplicaKeeper:
 
 
 def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[ReplicaProvider]:
-    """The providers that are configured."""
     return [
         *(FileProvider(each, environ) for each in config.files),
         *(DnsProvider(each) for each in config.dns),

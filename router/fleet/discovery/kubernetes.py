@@ -79,7 +79,6 @@ class _Pod(msgspec.Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it may get requests."""
         return self.metadata.deletion_timestamp is None and any(
             condition.type == "Ready" and condition.status == "True"
             for condition in self.status.conditions or ()
