@@ -93,14 +93,10 @@ class Exported(Protocol):
     def restore(self, records: Iterable[bytes | memoryview]) -> None: ...
 
 
-VERSION = 9
-_MAGIC = b"kvroute index dump"
-
-
 def dump(index: Exported) -> Iterator[bytes]:
     """The state of an index in the frames of a snapshot, in pieces to be written one after the
     other. Each source is as it is when its piece is made."""
-    writer = FrameWriter(_MAGIC, VERSION)
+    writer = FrameWriter()
     yield writer.head
     for record in index.export():
         yield writer.framed(record)
@@ -115,7 +111,7 @@ def load(data: bytes, index: Exported) -> None:
         DumpError: The bytes are not a whole, undamaged dump of this version and implementation.
             The index is as before.
     """
-    index.restore(read_frames(memoryview(data), _MAGIC, VERSION))
+    index.restore(read_frames(memoryview(data)))
 
 
 # --- a mirror -------------------------------------------------------------------------------------
