@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Protocol
 
 import msgspec
@@ -83,8 +82,7 @@ class LoadTracker:
         dp_rank: int | None = None,
         visit: Follower | None = None,
     ) -> InFlight:
-        """A request is about to be sent; call `InFlight.ended` when it is over, or use the result
-        in a `with` statement.
+        """A request is about to be sent; call `InFlight.ended` when it is over.
 
         Args:
             dp_rank: The rank that gets it; None if the engine chooses.
@@ -180,14 +178,3 @@ class InFlight:
         """The request is over, whether it succeeded or not."""
         if self._flight.ended() and self._visit is not None:
             self._visit.ended()
-
-    def __enter__(self) -> InFlight:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.ended()

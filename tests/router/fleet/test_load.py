@@ -3,7 +3,6 @@ at the end."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,21 +59,6 @@ def test_every_step_may_be_repeated() -> None:
     assert statistics_of(load).replicas == {}
     assert statistics_of(load).in_flight == 0
     assert statistics_of(load).retried == 0
-
-
-def test_an_exception_on_the_way_ends_the_request() -> None:
-    """A cancelled or crashed request must not stay in the books."""
-    load = LoadTracker()
-
-    def break_off() -> None:
-        with load.started("a", 300, 1000) as flight:
-            flight.first_token()
-            raise ConnectionResetError
-
-    with pytest.raises(ConnectionResetError):
-        break_off()
-    assert statistics_of(load).replicas == {}
-    assert statistics_of(load).in_flight == 0
 
 
 def test_negative_predictions_count_as_nothing() -> None:

@@ -14,6 +14,7 @@ from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.pace import QUIET_AFTER, Pace
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.watchers import Watchers
+from tests.support.loads import in_flight
 from tests.support.waiting import eventually
 
 NONE = {"asked": 0, "in_flight": 0}
@@ -120,7 +121,7 @@ async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> 
         await eventually(lambda: asked["127.0.0.1"] > well, "a request came")
         await eventually(lambda: watchers.pace.is_quiet, "nobody asks again")
         well = asked["127.0.0.1"]
-        with load.started("127.0.0.1:1", 10, 10):
+        with in_flight(load, "127.0.0.1:1", 10, 10):
             await eventually(lambda: asked["127.0.0.1"] >= well + 10, "one is under way")
     finally:
         await registry.close()

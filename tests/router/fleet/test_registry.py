@@ -55,6 +55,7 @@ from router.policies import (
 from router.routing.known import Known
 from router.routing.planner import RoutePlanner
 from router.routing.question import UNREAD_RANK, RankQuestion
+from tests.support.loads import in_flight
 from tests.support.waiting import DEADLINE_S
 
 FAST = HealthConfig(
@@ -923,7 +924,7 @@ async def test_a_replica_is_at_ease_while_it_serves_and_nothing_waits_there() ->
         assert not here.registry.is_at_ease("r")  # two requests wait in the engine
         engine.respond("/metrics", METRICS.replace(b'waiting{engine="0"} 2', b"waiting 0"))
         await until(lambda: here.registry.is_at_ease("r"))
-        with here.load.started("r", 1, 1):
+        with in_flight(here.load, "r", 1, 1):
             assert not here.registry.is_at_ease("r")
         for _ in range(4):
             here.registry.get("r").record.request_failed("closed")

@@ -33,6 +33,7 @@ from router.routing.question import uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.routing.terms import Terms
+from tests.support.loads import in_flight
 
 REPORT_MODE = (
     b'{"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}'
@@ -272,7 +273,7 @@ async def test_a_retry_does_not_go_to_a_replica_that_is_draining_or_full_by_now(
     first, second, third = [entry.candidate.replica_id for entry in decision.ranking]
     assert next(attempts).replica_id == first
     setting.registry.drain(second)
-    with setting.load.started(third, 3, 3):
+    with in_flight(setting.load, third, 3, 3):
         assert next(attempts, None) is None
 
 

@@ -25,7 +25,7 @@ from router.routing.planner import RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
-from tests.support.loads import statistics_of
+from tests.support.loads import in_flight, statistics_of
 
 BUSIEST = "by its requests"
 
@@ -73,7 +73,7 @@ def test_a_plug_in_is_told_of_hits_and_load_and_says_who_comes_first(policy: Pol
     planning = planning_by(policy)
     planning.store(replica("r0").cache, IDS)
     prompts = planning.prompts([*IDS, 0])
-    with planning.load.started("r1", 70, 900):
+    with in_flight(planning.load, "r1", 70, 900):
         ranking = planning.rank(prompts, *(replica(f"r{number}") for number in range(3)))
         found = {each.candidate.replica_id: each.candidate for each in ranking}
     assert [each.candidate.replica_id for each in ranking] == ["r1", "r0", "r2"]

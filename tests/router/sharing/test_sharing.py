@@ -33,6 +33,7 @@ from router.sharing.board import MOST_DELAY_S
 from router.sharing.exchange import Sharing
 from router.sharing.slots import Slot, decode_slot, encode_slot
 from tests.support.index import Coming, in_prefill
+from tests.support.loads import in_flight
 from tests.support.waiting import eventually
 
 IDS = array("I", range(1000))
@@ -147,7 +148,7 @@ async def test_requests_that_others_send_later_make_no_foreign_ones_theirs(
     replica = here.registry.get("r0")
     replica.take_engine_load(EngineLoad(4, 0, None), 0, here.now)
     here.now += MOST_DELAY_S + 0.01
-    with there.load.started("r0", 300, 1000):
+    with in_flight(there.load, "r0", 300, 1000):
         here.hear(there=there)
         assert foreign_at(replica) == (4, {})
 
@@ -174,7 +175,7 @@ async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, P
 async def test_the_load_of_one_that_is_gone_is_gone(parties: tuple[Party, Party]) -> None:
     """A worker that was killed never takes back what it said."""
     here, there = parties
-    with there.load.started("r0", 300, 1000):
+    with in_flight(there.load, "r0", 300, 1000):
         here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(1, 300)
     here.hear()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.fleet.load import LoadTracker, ReplicaLoad
 from tests.oracle.load import ReferenceLoad
-from tests.support.loads import statistics_of
+from tests.support.loads import in_flight, statistics_of
 
 replicas = st.sampled_from("abc")
 ranks = st.none() | st.integers(0, 3)
@@ -122,7 +122,7 @@ def test_replicas_that_come_and_go_leave_nothing_behind() -> None:
     """A fleet that scales up and down has a new name for every replica."""
     tracker = LoadTracker()
     for number in range(2000):
-        with tracker.started(f"r{number}", 1, 1):
+        with in_flight(tracker, f"r{number}", 1, 1):
             pass
     assert tracker.look_at("r5") == ReplicaLoad()
     assert list(tracker.places()) == []
