@@ -70,14 +70,14 @@ class RunningRouter:
             QueryFailed: There was no response, its status was not 200, or it is not a *kind*.
         """
         try:
-            status, _, response = await self._client.fetch(
+            status, response = await self._client.fetch(
                 self._origin,
-                method.encode(),
                 target.encode(),
-                body,
                 self._timeouts,
                 _MAX_RESPONSE_BYTES,
                 self._headers(body),
+                method.encode(),
+                body,
             )
         except UpstreamError as error:
             raise QueryFailed(str(error)) from None

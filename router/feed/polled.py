@@ -172,14 +172,13 @@ class Poller:
         """
         what = f"{self._method.decode()} {self.endpoint}"
         try:
-            status, _, body = await self._client.fetch(
+            status, body = await self._client.fetch(
                 self._origin,
-                self._method,
                 self._target,
-                b"",
                 _TIMES,
                 self._max_bytes,
                 self._headers(),
+                self._method,
             )
         except UpstreamError as error:
             raise PollFailed(f"{what}: {error}") from None

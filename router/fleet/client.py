@@ -163,14 +163,14 @@ class UpstreamClient:
     async def fetch(
         self,
         origin: Origin,
-        method: bytes,
         target: bytes,
-        body: bytes,
         timeouts: Timeouts,
         max_bytes: int,
         headers: Sequence[Header] = (),
-    ) -> tuple[int, list[Header], bytes]:
-        """Send one small request and read the whole response: `(status, headers, body)`.
+        method: bytes = b"GET",
+        body: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Send one small request and read the whole response: `(status, body)`.
 
         It takes no longer than the three timeouts together, however slowly the body trickles. A
         request whose kept connection turns out to be closed is sent again, once.
@@ -194,7 +194,7 @@ class UpstreamClient:
                 content = await _read_whole(response, max_bytes, origin)
         except asyncio.TimeoutError:
             raise IdleTimeout(f"{origin}: response not complete in {limit_s:g} s") from None
-        return response.status, response.headers, content
+        return response.status, content
 
     def reached(self, origin: Origin) -> None:
         """Note that there was a connection to *origin*."""

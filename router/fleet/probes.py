@@ -99,10 +99,7 @@ class ProbeFetch:
         self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
         phases = Timeouts(timeout_s, timeout_s, timeout_s)
-        status, _, body = await self._client.fetch(
-            origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
-        )
-        return status, body
+        return await self._client.fetch(origin, path.encode("ascii"), phases, max_bytes, headers)
 
     async def _connect(self, origin: Origin, address: str) -> _Connection:
         create = asyncio.get_running_loop().create_connection

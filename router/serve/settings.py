@@ -75,14 +75,8 @@ class ReplicaResponses:
         """Return whether a replica has the response of that id, which must fit into a path."""
         target = b"/v1/responses/" + response_id.encode()
         try:
-            status, _, _ = await self._upstream.fetch(
-                replica.origin,
-                b"GET",
-                target,
-                b"",
-                self._timeouts,
-                _RESPONSE_BYTES,
-                replica.headers,
+            status, _ = await self._upstream.fetch(
+                replica.origin, target, self._timeouts, _RESPONSE_BYTES, replica.headers
             )
         except ResponseTooLarge:
             return True

@@ -162,14 +162,9 @@ class KubernetesApi:
             response.abort()
 
     async def _get(self, path: str, query: Mapping[str, str]) -> bytes:
-        status, _, body = await self._client.fetch(
-            self._origin,
-            b"GET",
-            _target(path, query),
-            b"",
-            Timeouts(_ANSWER_S, _ANSWER_S, _ANSWER_S),
-            MAX_PAGE_BYTES,
-            self._headers(),
+        target, times = _target(path, query), Timeouts(_ANSWER_S, _ANSWER_S, _ANSWER_S)
+        status, body = await self._client.fetch(
+            self._origin, target, times, MAX_PAGE_BYTES, self._headers()
         )
         if status != 200:
             raise KubernetesError(f"{path}: status {status}{_message(body)}", status)
