@@ -86,7 +86,7 @@ class SourceFeed:
     taps: Taps
     suspects: set[SourceId]
     on_change: Callable[[], object]
-    stream: str = ""
+    stream: str
 
     def __post_init__(self) -> None:
         self.state = SourceState.CONNECTING

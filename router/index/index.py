@@ -21,7 +21,7 @@ import msgspec
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, EventBatch
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.sealing import held_key
 from router._core import Core, HitMap, SharedIndex
 from router.index.base import (
@@ -35,7 +35,6 @@ from router.index.base import (
     SourceStatistics,
     group_hits,
 )
-from router.index.core_values import canonical, key_drawn_from
 from router.index.hash_finder import HashFinder, HashForm
 from router.index.layout_learner import LayoutHints, LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
@@ -72,7 +71,7 @@ class PrefixIndex:
             secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
         self.limits = limits or SourceLimits()
-        drawn = secrets.token_bytes(16) if secret is None else key_drawn_from(secret)
+        drawn = secrets.token_bytes(16) if secret is None else _drawn_from(secret)
         self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
         self._stores: dict[str, SharedStore] = {}
@@ -207,7 +206,7 @@ class PrefixIndex:
         known.publish_layout(self.core)
         has_chain = known.finder.chain is not None
         self.core.note(known.slot, has_chain, is_announced, False)
-        events = [canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
+        events = [_canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
         opaque = [number for number, event in enumerate(events) if known.is_opaque(event)]
         payload = encode(EventBatch(batch.ts, events))
         done = self.core.apply_reported(known.slot, payload, True, opaque)
@@ -539,4 +538,13 @@ class PrefixIndex:
         return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
 
-# --- records --------------------------------------------------------------------------------------
+def _drawn_from(secret: bytes) -> bytes:
+    """Return 16 bytes that stand for a secret in the keys of prefixes."""
+    return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
+
+
+def _canonical(event: Event) -> Event:
+    """Return the event with its tier spelled out."""
+    assert not isinstance(event, CacheLayout)
+    tier = event.tier
+    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)
