@@ -102,13 +102,13 @@ class WaitingRoom:
             return True
         if line.wait_s(waiter, now) > waiter.deadline - now:
             self._listener.refused(model, waiter.priority, NoTurn.LATE)
-            raise self._timeout(model, line, waiter, now)
+            raise self._timeout(line, waiter, now)
         displaced = line.put(waiter, now)
         self._count()
-        self._displace(model, line, displaced, waiter)
+        self._displace(line, displaced, waiter)
         if waiter in displaced:
             # Made here: an error in a variable would keep its own frames, and the request, alive.
-            raise self._full(model, line, waiter, now)
+            raise self._full(line, waiter, now)
         self._let_in()
         self._look_later()
         return False
@@ -144,10 +144,10 @@ class WaitingRoom:
         if not self._waiting:
             return
         now = self.clock()
-        for model, line in list(self._lines.items()):
+        for line in list(self._lines.values()):
             expired = line.expired(now)
             self._count()
-            late = [(waiter, self._timeout(model, line, waiter, now)) for waiter in expired]
+            late = [(waiter, self._timeout(line, waiter, now)) for waiter in expired]
             self._refuse(NoTurn.TIMEOUT, late)
         self._let_in()
 
@@ -198,14 +198,12 @@ class WaitingRoom:
                 return True
         return False
 
-    def _displace(
-        self, model: str, line: Line, displaced: Sequence[Waiter], newest: Waiter
-    ) -> None:
+    def _displace(self, line: Line, displaced: Sequence[Waiter], newest: Waiter) -> None:
         now = self.clock()
         if newest in displaced:
-            self._listener.refused(model, newest.priority, NoTurn.FULL)
+            self._listener.refused(newest.model, newest.priority, NoTurn.FULL)
         others = [waiter for waiter in displaced if waiter is not newest]
-        full = [(waiter, self._full(model, line, waiter, now)) for waiter in others]
+        full = [(waiter, self._full(line, waiter, now)) for waiter in others]
         self._refuse(NoTurn.FULL, full)
 
     def _refuse(self, why: str, refused: Sequence[tuple[Waiter, RequestError]]) -> None:
@@ -215,13 +213,13 @@ class WaitingRoom:
                 refusing.callback(waiter.refuse, error)
                 refusing.callback(self._listener.refused, waiter.model, waiter.priority, why)
 
-    def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
+    def _full(self, line: Line, waiter: Waiter, now: float) -> QueueFull:
         wait_s = line.wait_s(waiter, now, behind_all=True)
-        return QueueFull(model, line.waiting, self._retry_after_s(wait_s))
+        return QueueFull(waiter.model, line.waiting, self._retry_after_s(wait_s))
 
-    def _timeout(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
-        retry_after_s = self._retry_after_s(line.wait_s(waiter, now))
-        return QueueTimeout(model, line.waiting, retry_after_s)
+    def _timeout(self, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
+        wait_s = line.wait_s(waiter, now)
+        return QueueTimeout(waiter.model, line.waiting, self._retry_after_s(wait_s))
 
     def _retry_after_s(self, wait_s: float) -> int:
         spread = 1 + _SPREAD * self._random()
