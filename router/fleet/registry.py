@@ -16,7 +16,7 @@ from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
+from router.fleet.types import EventSource, ReplicaState, ReplicaView, ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,8 @@ class ReplicaRegistry:
             return len(unknown)
         waits_since = self.clock() - self.health.ready_wait_s
         return sum(
-            replica.record.health is not Health.UNHEALTHY or replica.health_since >= waits_since
+            replica.record.health is not ReplicaState.UNHEALTHY
+            or replica.health_since >= waits_since
             for replica in unknown
         )
 

@@ -16,7 +16,7 @@ from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import ReplicaLoad
 from router.fleet.self_description import ServerInfo
-from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
+from router.fleet.types import EventSource, ReplicaState, ReplicaView, ServedModels
 from router.index.base import SourceId
 
 
@@ -70,14 +70,13 @@ class Replica:
         self.checks_fail_since: float | None = None
         """The end of the first of the checks that have failed in a row."""
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
-        self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
         record.on_changed = self.gate.on_changed = self._notify
 
     def look_at_gate(self) -> None:
         """Check the gate, if it is watching or something has happened: most replicas need no check
         for each request."""
-        self._is_open = self._max_requests is None and not self.gate.is_watching
+        self._is_open = self.config.max_concurrent_requests is None and not self.gate.is_watching
 
     @property
     def draining(self) -> bool:
@@ -94,7 +93,6 @@ class Replica:
         sources must be the same."""
         self.config = config
         self.headers = _authorization(config)
-        self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
         self._notify()
 
@@ -132,7 +130,7 @@ class Replica:
     @property
     def state(self) -> ReplicaState:
         """Its health, or that it is draining."""
-        return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
+        return ReplicaState.DRAINING if self.draining else self.record.health
 
     def cache_at(self, dp_rank: int | None) -> SourceId:
         """The cache whose hit a candidate of this replica stands for.
@@ -145,7 +143,7 @@ class Replica:
     @property
     def is_healthy(self) -> bool:
         """Return whether checks and requests succeed, draining or not."""
-        return self.record.health is Health.HEALTHY
+        return self.record.health is ReplicaState.HEALTHY
 
     def is_of(self, owner: str) -> bool:
         """Return whether it is an engine of some kind, by the owner of its models.
@@ -217,14 +215,15 @@ class Replica:
         Args:
             is_new: True if the request can wait for room. One that failed elsewhere has waited.
         """
-        if self.record.health is not Health.HEALTHY:
+        if self.record.health is not ReplicaState.HEALTHY:
             return "not healthy"
         if self.draining:
             return "draining"
         if self._is_open:
             return None
         self.look_at_gate()
-        if self._max_requests is not None and load.requests >= self._max_requests:
+        most = self.config.max_concurrent_requests
+        if most is not None and load.requests >= most:
             return AT_LIMIT
         shut = self.gate.shut(tenant)
         if shut is not None or not is_new:

@@ -13,19 +13,11 @@ from router.fleet.engine_load import EngineLoad
 from router.fleet.load import ReplicaLoad
 
 
-class Health(Enum):
-    """The health of a replica by its checks and requests."""
+class ReplicaState(Enum):
+    """The health of a replica by its checks and requests, or that it is draining."""
 
     STARTING = "starting"
     """Added, and no check has passed yet."""
-    HEALTHY = "healthy"
-    UNHEALTHY = "unhealthy"
-
-
-class ReplicaState(Enum):
-    """The health of a replica, or that it is draining."""
-
-    STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"

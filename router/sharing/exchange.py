@@ -26,7 +26,7 @@ from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
-from router.fleet.types import Health
+from router.fleet.types import ReplicaState
 from router.index.base import SourceId, pack_keys, unpack_keys
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Prefilling
@@ -90,7 +90,7 @@ class Sharing:
             unhealthy=tuple(
                 replica.id
                 for replica in self.registry.replicas()
-                if replica.record.health is Health.UNHEALTHY
+                if replica.record.health is ReplicaState.UNHEALTHY
             ),
             begun=self.quiet.begun(),
             keys=self.keys.counts(),

@@ -41,7 +41,6 @@ from router.fleet.self_description import (
 )
 from router.fleet.types import (
     EventSource,
-    Health,
     ReplicaState,
     ServedModels,
 )
@@ -872,9 +871,9 @@ def test_a_replica_is_starting_until_it_is_healthy_or_has_failed_often_enough() 
         record.check_failed("x"),
         record.check_passed(),
     ] == [False] * 4
-    assert record.health is Health.STARTING
+    assert record.health is ReplicaState.STARTING
     assert record.check_passed() is True
-    assert record.health is Health.HEALTHY
+    assert record.health is ReplicaState.HEALTHY
 
 
 def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
@@ -890,7 +889,7 @@ def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
     assert record.request_failed("y"), "good checks in between do not hide failing requests"
     assert not record.request_failed("y")
     assert record.check_passed(), "and one check brings it back"
-    assert record.health is Health.HEALTHY
+    assert record.health is ReplicaState.HEALTHY
 
 
 # --- the operator ---------------------------------------------------------------------------------
