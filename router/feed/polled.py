@@ -78,7 +78,6 @@ class Poller:
         self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
-        """The ranks that are followed."""
         self._connections: dict[int, PolledConnection] = {}
         """Open connections, by rank."""
         self._task: asyncio.Task[None] | None = None

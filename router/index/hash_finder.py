@@ -6,7 +6,8 @@ as the engine would hash it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class HashFinder:
         """Try every known chain on a prompt: is one of its blocks held?
 
         Args:
-            spellings: From `extra_keys.spellings`.
+            spellings: From `prompt.spellings`.
             lookahead: Tokens behind a block that its hash covers too.
         """
         longest = min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY)
@@ -112,19 +113,15 @@ class HashFinder:
         is_right: Callable[[list[BlockHash]], bool],
         extra_keys: Sequence[ExtraKeys] = (),
     ) -> None:
-        for chain in self._known_chains():
+        for algorithm, seed in itertools.product(hash_algorithms(), self._seeds):
             if not self.may_find:
                 return
+            chain = HashChain.from_seed(algorithm, seed)
             digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
             self._effort += (len(digests) + 1) * (step + lookahead)
             if is_right([*digests, *map(to_wire_int, digests)]):
                 self.chain = chain
                 return
-
-    def _known_chains(self) -> Iterator[HashChain]:
-        for algorithm in hash_algorithms():
-            for seed in self._seeds:
-                yield HashChain.from_seed(algorithm, seed)
 
 
 @dataclass(frozen=True, slots=True)

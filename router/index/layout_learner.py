@@ -296,16 +296,9 @@ class LayoutLearner:
         return self.hints.groups[index] if index < len(self.hints.groups) else None
 
     def _chunk_size(self, hint: KVCacheGroup | None) -> int | None:
-        if hint and hint.attention_chunk_size:
-            return hint.attention_chunk_size
-        return next(
-            (
-                group.attention_chunk_size
-                for group in self.hints.groups
-                if group.attention_chunk_size
-            ),
-            None,
-        )
+        groups = (hint, *self.hints.groups) if hint else self.hints.groups
+        sizes = [group.attention_chunk_size for group in groups if group.attention_chunk_size]
+        return sizes[0] if sizes else None
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions, one sentence each."""

@@ -71,7 +71,6 @@ class Mirror:
         self.core = CoreMirror(self.books, max_keys, clock, prices, other_price, first_number)
         self._models: dict[str, int] = {}
         self._model_names: list[str] = []
-        """The names, by number."""
         self._published: dict[int, Prefilling] = {}
         self._received: dict[Prefilling, int] = {}
 

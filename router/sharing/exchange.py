@@ -38,32 +38,26 @@ from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitti
 MAX_COMPARED = 16
 """The most prompts at one cache that one with the same beginning is compared with."""
 
-_WriterPrefix = tuple[str, int]
-"""One prefix of a writer."""
-
 
 @dataclass(eq=False, repr=False)
 class Sharing:
     """One process's side of the board. Belongs to one event loop."""
 
     load: LoadTracker
-    """The requests in flight at each replica."""
     mirror: Mirror
     recent: RecentPrefixes
-    """The prefixes that were just sent, by cache."""
     registry: ReplicaRegistry
     quiet: QuietMoments
-    """The moments with one request at a replica."""
     model_of: Callable[[str], Model | None]
     """Returns a model by its name: its index reads the keys of prefixes."""
     keys: KeyLimits
-    """The usage of limited keys."""
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
     def __post_init__(self) -> None:
         self._packed: dict[int, SharedPrefix] = {}
-        self._known: dict[_WriterPrefix, Prefilling] = {}
+        self._known: dict[tuple[str, int], Prefilling] = {}
+        """The prompts of others, by writer and number."""
         self._unhealthy: dict[str, frozenset[str]] = {}
         self._begun: dict[str, Mapping[str, int]] = {}
         self.foreign_prefixes = 0
