@@ -333,10 +333,6 @@ class Line:
     def tokens(self) -> int:
         return sum(each.tokens for each in self._classes)
 
-    @property
-    def tenants(self) -> int:
-        return sum(len(each.tenants) for each in self._classes)
-
     def all_waiting(self) -> list[Waiter]:
         return [
             entry[2]
