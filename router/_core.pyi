@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvevents.events import BlockHash
-from router.fleet.engine_order import OrderFacts
+from router.fleet.entrance import OrderFacts
 from router.index.base import ApplyResult, Hit, SourceId
 from router.index.mirror_types import ByTier
 from router.policies import Candidate, Weights

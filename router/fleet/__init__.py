@@ -13,8 +13,7 @@ The files; each imports only what is listed above it:
     gate.py              whether one replica may get another request
     line.py              the requests that wait for one model, and which is next
     room.py              the lines of all models, and their turns
-    entrance.py          a request's key and headers -> its place in a line
-    engine_order.py      the same order, as numbers for engines
+    entrance.py          a request's key and headers -> its place in a line and in an engine
     load.py              this router's load, by replica
     engine_load.py       an engine's load, by its own metrics
     load_topic.py        the load that an engine publishes

@@ -60,7 +60,7 @@ from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import ReservationStatistics
 from router.doors.terms_reader import TermsReader
 from router.errors import ConfigError, Overloaded
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions

@@ -41,8 +41,7 @@ from router.errors import (
     RequestError,
     is_out_of_memory,
 )
-from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import Entrance
+from router.fleet.entrance import EngineOrder, Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.exchanges import PlaneExchange, announced_bytes

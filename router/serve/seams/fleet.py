@@ -25,8 +25,7 @@ from router.config.origin import Header
 from router.config.schema import RouterConfig
 from router.doors.names import worker_number
 from router.errors import UnknownModel
-from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import headers_read
+from router.fleet.entrance import EngineOrder, headers_read
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
 from router.fleet.types import EventSource, ReplicaState, ServedModels

@@ -27,7 +27,7 @@ from router.doors.http.question_fields import unrestricted_name
 from router.doors.proxied_paths import PREPARED
 from router.doors.terms_reader import TermsReader
 from router.errors import RequestError
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.fleet.limits import KeyUsage
 from router.index.base import SourceId
 from router.index.mirror_types import STEP

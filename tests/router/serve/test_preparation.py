@@ -13,7 +13,7 @@ from router.config.models import ModelConfig
 from router.config.routing import OverloadConfig
 from router.config.watch import HealthConfig
 from router.doors.terms_reader import TermsReader
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.watchers import Watchers
