@@ -24,6 +24,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -221,31 +222,26 @@ class Mirror:
 # --- caches without events ------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class ApproximateCaches:
     """All caches that need an estimate. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        lost_since: Callable[[SourceId], float | None],
-        mirror: Mirror,
-        after_s: float = 60.0,
-        cache_tokens: int = 262_144,
-        max_keys: int = 1_048_576,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            lost_since: Returns since when the events of a source have been incomplete, on *clock*;
-                minus infinity without a stream; None: they are complete.
-            mirror: Knows the requests sent before the events were lost.
-            after_s: For how long they must have been incomplete.
-            cache_tokens: Size of a cache where the engine does not report it.
-            max_keys: Bound on the keys of all caches together.
-        """
-        self.lost_since = lost_since
-        self._clock = clock
-        self.mirror = mirror
-        self.core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
+    lost_since: Callable[[SourceId], float | None]
+    """Returns since when the events of a source have been incomplete, on *clock*; minus infinity
+    without a stream; None: they are complete."""
+    mirror: Mirror
+    """Knows the requests sent before the events were lost."""
+    after_s: float = 60.0
+    """For how long they must have been incomplete."""
+    cache_tokens: int = 262_144
+    """Size of a cache where the engine does not report it."""
+    max_keys: int = 1_048_576
+    """Bound on the keys of all caches together."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        bounds = self.after_s, self.cache_tokens, self.max_keys
+        self.core = Estimates(self.mirror.core, *bounds, self.clock)
 
     def visit(
         self, source: SourceId, prompts: Sequence[Sequence[int]], hit_tokens: int
@@ -265,7 +261,7 @@ class ApproximateCaches:
     def statistics(self) -> dict[SourceId, ApproximateStatistics]:
         """Return the state of the caches that an estimate stands in for now; those of others are
         dropped."""
-        now, found = self._clock(), {}
+        now, found = self.clock(), {}
         for number in self.core.caches():
             source = self.mirror.source_of(number)
             values: Any = self.core.statistics(number, self.lost_since(source), now)
