@@ -53,29 +53,22 @@ class PollerStatistics:
     `failed`."""
 
 
+@dataclass(eq=False, repr=False)
 class Poller:
-    """Polls one server while its events are wanted. Belongs to one event loop.
+    """Polls one server while its events are wanted. Belongs to one event loop."""
 
-    Args:
-        endpoint: The URL, with its path.
-        headers: Returns what is sent along; called for each request, as a key may be renewed.
-    """
+    client: UpstreamClient
+    endpoint: str
+    """The URL, with its path."""
+    headers: Callable[[], Sequence[Header]]
+    """Returns what is sent along; called for each request, as a key may be renewed."""
+    allows: Allows | None
+    max_bytes: int
 
-    def __init__(
-        self,
-        client: UpstreamClient,
-        endpoint: str,
-        headers: Callable[[], Sequence[Header]],
-        allows: Allows | None,
-        max_bytes: int,
-    ) -> None:
-        self.endpoint = endpoint
-        origin = Origin.parse(endpoint, "endpoint")
-        self._origin = replace(origin, base_path="", allows=allows)
+    def __post_init__(self) -> None:
+        origin = Origin.parse(self.endpoint, "endpoint")
+        self._origin = replace(origin, base_path="", allows=self.allows)
         self._target = origin.base_path.encode("ascii")
-        self._client = client
-        self._headers = headers
-        self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
         self._connections: dict[int, PolledConnection] = {}
@@ -171,12 +164,12 @@ class Poller:
         """
         what = f"{self._method.decode()} {self.endpoint}"
         try:
-            status, body = await self._client.fetch(
+            status, body = await self.client.fetch(
                 self._origin,
                 self._target,
                 _TIMES,
-                self._max_bytes,
-                self._headers(),
+                self.max_bytes,
+                self.headers(),
                 self._method,
             )
         except UpstreamError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -79,19 +80,17 @@ def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
     )
 
 
+@dataclass(eq=False, repr=False)
 class LoadFollower:
     """Follows one replica's published load. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        clock: Callable[[], float],
-        allows: Callable[[str], bool] | None,
-    ) -> None:
-        self._context = context
-        self._clock = clock
+    _context: zmq.Context[Any]
+    _clock: Callable[[], float]
+    _allows: Callable[[str], bool] | None
+
+    def __post_init__(self) -> None:
         self._limits = SocketLimits(
-            message_bytes=MAX_MESSAGE_BYTES, queue_messages=_QUEUE_MESSAGES, allows=allows
+            message_bytes=MAX_MESSAGE_BYTES, queue_messages=_QUEUE_MESSAGES, allows=self._allows
         )
         self._followed: tuple[LoadTopic, ...] = ()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
