@@ -267,6 +267,7 @@ class PolledConnection:
         self._poller.leave(self._rank, self)
 
     def next_batch(self) -> Batch | None:
+        """The next event as a batch; one that cannot be read is missing from now on."""
         if not self.waiting:
             return None
         event = self.waiting.popleft()

@@ -13,8 +13,8 @@ from kvevents.errors import KVEventsError
 from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
-from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed, SourceOptions
+from router.feed.snapshot_file import SnapshotRestorer
 from router.fleet.entrance import Entrance
 from router.fleet.registry import ReplicaListener, ReplicaRegistry
 from router.fleet.replica import Replica

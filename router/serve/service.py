@@ -19,9 +19,8 @@ from kvevents.tasks import begin_lasting
 from router.config.certificates import PEERS, context_of, replica_certificate
 from router.config.schema import RouterConfig
 from router.doors.reservations import Reservations
-from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
-from router.feed.snapshot_file import SnapshotKeeper, read_file
+from router.feed.snapshot_file import SnapshotKeeper, SnapshotRestorer, read_file
 from router.feed.snapshot_peers import PeerLimits, Peers, Sender, peer_key
 from router.feed.snapshot_records import IndexSnapshot
 from router.fleet.client import UpstreamClient

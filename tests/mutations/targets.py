@@ -139,7 +139,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # What outlives a process, or comes from another.
     "router/sharing/slots.py": ("tests/router/sharing",),
     "router/sharing/valkey.py": ("tests/router/sharing",),
-    "router/feed/beginning.py": ("tests/router/feed",),
     "router/feed/snapshot_file.py": ("tests/router/feed",),
     "router/feed/snapshot_peers.py": ("tests/router/feed",),
     "router/feed/snapshot_records.py": ("tests/router/feed", "tests/router/index/test_dump.py"),
