@@ -105,6 +105,10 @@ class LoadTracker:
         found = self.books.loads_of_ranks(replica_id, dp_ranks)
         return [ReplicaLoad(*load) for load in found]
 
+    def requests_by_rank(self, replica_id: str, dp_ranks: Sequence[int]) -> dict[int, int]:
+        loads = self.loads_of_ranks(replica_id, dp_ranks)
+        return {rank: load.requests for rank, load in zip(dp_ranks, loads, strict=True)}
+
     # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:

@@ -70,8 +70,6 @@ class Watching(Protocol):
 
     def became_unhealthy(self, replica_id: str) -> None: ...
 
-    def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None: ...
-
     async def close(self) -> None: ...
 
 
@@ -282,9 +280,16 @@ class ReplicaRegistry:
 
         Args:
             replica_ids: Unknown ones are left out.
-            within_s: The delay of their reports.
+            within_s: The delay of their reports: what an engine counted longer ago is not among
+                them.
         """
-        self.watching.others_reported(replica_ids, within_s)
+        for replica in filter(None, map(self._replicas.get, replica_ids)):
+            counted = replica.engine_load
+            if counted is None or not replica.foreign_requests:
+                continue
+            if self.clock() - replica.engine_load_at <= within_s:
+                own = self.load.look_at(replica.id).requests
+                replica.claim(own, self.load.requests_by_rank(replica.id, counted.dp_ranks))
 
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""

@@ -145,12 +145,6 @@ class Watchers:
     def became_unhealthy(self, replica_id: str) -> None:
         self._watchers[replica_id].became_unhealthy()
 
-    def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None:
-        for replica_id in replica_ids:
-            watcher = self._watchers.get(replica_id)
-            if watcher is not None:
-                watcher.others_reported(within_s)
-
     async def close(self) -> None:
         """Stop watching, and return when every task has ended."""
         self._end_pacing()
@@ -222,19 +216,6 @@ class Watcher:
         self._soon = None
         self._check_now.set()
         self._look_now.set()
-
-    def others_reported(self, within_s: float) -> None:
-        """Other routers have published their load.
-
-        Args:
-            within_s: The delay of their reports: what the engine counted longer ago is not among
-                them.
-        """
-        replica, load = self._replica, self._replica.engine_load
-        if load is None or not replica.foreign_requests:
-            return
-        if self._clock() - replica.engine_load_at <= within_s:
-            replica.claim(self._own_requests(), self._own_by_rank(load))
 
     def became_healthy(self) -> None:
         """Ask it about itself now: it is new, or may be another process than before."""
@@ -390,7 +371,7 @@ class Watcher:
         if isinstance(info, Exception):
             notes.append(_note(SERVER_INFO_PATH, info))
             return None
-        self._published.follow(info.load_topics, self._take_published)
+        self._published.follow(info.load_topics, self._take)
         if not info.sources:
             notes.append(
                 f"GET {SERVER_INFO_PATH} names no kv_events: start it with --kv-events-config, or"
@@ -423,24 +404,17 @@ class Watcher:
         if load is None:
             self._replica.failed_scrapes += 1
             return
+        self._take(load, own_before)
+
+    def _take(self, load: EngineLoad, own_before: int = 0) -> None:
         # Requests began and ended while the engine was asked; the larger number blames less on
         # others.
         own = max(own_before, self._own_requests())
-        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
-
-    def _take_published(self, load: EngineLoad) -> None:
-        own = self._own_requests()
-        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
+        by_rank = self._shared.load.requests_by_rank(self._replica.id, load.dp_ranks)
+        self._replica.take_engine_load(load, own, self._clock(), by_rank)
 
     def _own_requests(self) -> int:
         return self._shared.load.look_at(self._replica.id).requests
-
-    def _own_by_rank(self, load: EngineLoad) -> dict[int, int]:
-        ranks = [rank.dp_rank for rank in load.ranks]
-        if not ranks:
-            return {}
-        own = self._shared.load.loads_of_ranks(self._replica.id, ranks)
-        return {rank: load.requests for rank, load in zip(ranks, own, strict=True)}
 
     # --- both -------------------------------------------------------------------------------------
 
