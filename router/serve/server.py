@@ -304,11 +304,11 @@ def _control_server(
 ) -> ControlServer:
     """The application behind the data plane, which takes clients once that listens at *path*."""
     config, guard = service.config, app.gateway.guard
-    ranker, reserved = service.ranker, service.reservations.core
+    planner, reserved = service.planner, service.reservations.core
     natives = None
-    if not ranker.asks_a_plug_in:  # what a plug-in would say, the core does not know
+    if not planner.asks_a_plug_in:  # what a plug-in would say, the core does not know
         natives = NativeDecisions(
-            service, service.dispatcher, ranker, reserved, guard.clients_see_hits
+            service, service.dispatcher, planner, reserved, guard.clients_see_hits
         )
     check_key = functools.partial(guard.check, "client", {})
     check_asker = functools.partial(guard.check, guard.asks_for_hits, {})

@@ -42,7 +42,7 @@ from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
 from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import Ranker, RoutePlanner
+from router.routing.planner import RoutePlanner
 from router.routing.prefill import PrefillPlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
@@ -150,11 +150,11 @@ class RouterService(RouterParts):
         self.count_connections = dict
         self._make_overload()
         self._make_caches(new_index)
-        planner = self._planner = self._make_routing()
-        self._watchers.decisions = planner.ranker.decider.decisions
-        self._make_observation(planner)
+        self._make_routing()
+        self._watchers.decisions = self.planner.decider.decisions
+        self._make_observation()
         self.registry.subscribe(self._follower)
-        self.exchange = None if self.board is None else self._make_exchange(self.board, planner)
+        self.exchange = None if self.board is None else self._make_exchange(self.board)
         self._exchanging: asyncio.Task[None] | None = None
 
     def _make_overload(self) -> None:
@@ -226,9 +226,9 @@ class RouterService(RouterParts):
             config.events.self_repair,
         )
 
-    def _make_routing(self) -> RoutePlanner:
+    def _make_routing(self) -> None:
         config = self.config
-        planner = RoutePlanner(
+        self.planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
             Known(
                 self._load,
@@ -244,20 +244,14 @@ class RouterService(RouterParts):
         self.dispatcher: Dispatcher = Dispatcher(
             self.models,
             self.registry,
-            planner,
+            self.planner,
             config.policy.name,
             self.responses,
             self._large_work,
             owns_priority=config.owns_priority,
-            prefill=PrefillPlanner(planner.rank, config.prefill.min_uncached_tokens),
+            prefill=PrefillPlanner(self.planner.rank, config.prefill.min_uncached_tokens),
         )
         self.proxy = PlaneProxy(proxy_settings(config), self.shortages.note)
-        return planner
-
-    @property
-    def ranker(self) -> Ranker:
-        """Return the part that has the core decide."""
-        return self._planner.ranker
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end the requests at a replica that does not respond: by the key of its
@@ -282,11 +276,11 @@ class RouterService(RouterParts):
                 removed[source.replica].update(counts)
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
-    def _make_observation(self, planner: RoutePlanner) -> None:
+    def _make_observation(self) -> None:
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
-            bookings=Bookings(self._load, planner.visits, self.repair.quiet),
+            bookings=Bookings(self._load, self.planner.visits, self.repair.quiet),
             metrics=self.metrics,
             replicas=self.registry,
             log=self.request_log,
@@ -301,7 +295,7 @@ class RouterService(RouterParts):
             entrance=self.entrance,
             tokenizer_check=self.tokenizer_check,
             feed=self.feed,
-            planner=planner,
+            planner=self.planner,
             observers=self.observers,
             beginning=self._beginning,
         )
@@ -332,7 +326,7 @@ class RouterService(RouterParts):
             )
         self._beginning = SnapshotRestorer(places, self.feed, self.config.board.secret is not None)
 
-    def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
+    def _make_exchange(self, board: Board) -> BoardExchange:
         sharing = self.sharing = Sharing(
             self._load,
             self.mirror,
@@ -345,7 +339,7 @@ class RouterService(RouterParts):
         exchange = BoardExchange(board, sharing.collect, sharing.take)
         # Only where chance decides between equals, not where it decides everything.
         breaks_ties = self.config.policy.name in ("prefix", LEAST_DELAY)
-        planner.share(exchange.catch_up, exchange.soon, breaks_ties)
+        self.planner.share(exchange.catch_up, exchange.soon, breaks_ties)
         return exchange
 
     def publish_soon(self) -> None:

@@ -41,7 +41,7 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.model import Model
-from router.routing.planner import Ranker
+from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts
 from router.telemetry.trace_context import TRACEPARENT
 
@@ -137,7 +137,7 @@ class NativeDecisions(ReplicaListener):
         self,
         parts: RouterParts,
         dispatcher: Dispatcher,
-        ranker: Ranker,
+        planner: RoutePlanner,
         reserved: CoreReservations,
         shows_hits: bool,
     ) -> None:
@@ -149,11 +149,11 @@ class NativeDecisions(ReplicaListener):
         self._parts = parts
         self._dispatcher = dispatcher
         self._models = parts.models
-        self._ranker = ranker
+        self._planner = planner
         self._addresses = parts.proxy.addresses
         core = import_module("router._core")
         self._placing: Placing = core.Placing(
-            ranker.decider,
+            planner.decider,
             parts.config.events.self_repair_quiet_s,
             EngineOrder(parts.config.overload).facts,
             reserved,
@@ -314,7 +314,7 @@ class NativeDecisions(ReplicaListener):
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
-        index, ranker = model.index, self._ranker
+        index, planner = model.index, self._planner
         replicas = self._dispatcher.serving(model, adapter)
         if not replicas or index.searches or self._dispatcher.may_split(model, adapter):
             return None
@@ -332,12 +332,12 @@ class NativeDecisions(ReplicaListener):
         ]
         if len(forms) > 1 or len(named) < len(replicas):
             return None
-        fleet = ranker.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
+        fleet = planner.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
         longest = longest_certain(replicas, name) or _ANY_LENGTH
         (form,) = forms
         served = ServedName(
             model.name,
-            ranker.number_of(model.name),
+            planner.number_of(model.name),
             fleet.core,
             index.shared,
             named,

@@ -194,8 +194,8 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     planning.store(R0, IDS)
     prompts = planning.prompts([*IDS, 0])
     silent = replica("silent", 0)
-    planner.note_streams(silent)
-    planner.note_streams(replica())
+    planner.fleets.note_streams(silent)
+    planner.fleets.note_streams(replica())
 
     def candidates() -> dict[str, Candidate]:
         question = planning.question(prompts, len(IDS) + 1)
@@ -222,7 +222,7 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     planner.visits.forget("silent")
     assert candidates()["silent"].cached_tokens == 0
     silent.sources = (EventSource(0, "tcp://127.0.0.1:1"),)
-    planner.note_streams(silent)
+    planner.fleets.note_streams(silent)
     assert not candidates()["silent"].is_approximate
 
 

@@ -158,5 +158,5 @@ def test_a_plug_in_may_let_go_of_a_request_while_it_chooses_among_ranks() -> Non
 def test_a_plug_in_may_be_a_built_in_policy_that_is_made_otherwise() -> None:
     """Then the core decides alone."""
     planner = RoutePlanner(make_policy(LEAST_DELAY), Known(LoadTracker()))
-    assert not planner.ranker.asks_a_plug_in
-    assert RoutePlanner(Busiest(), Known(LoadTracker())).ranker.asks_a_plug_in
+    assert not planner.asks_a_plug_in
+    assert RoutePlanner(Busiest(), Known(LoadTracker())).asks_a_plug_in

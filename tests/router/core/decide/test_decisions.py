@@ -214,7 +214,7 @@ class Setting:
         self.in_core = self._planner(make_policy(policy, settings))
         self.plugged_in = self._planner(plug_in)
         for planner in (self.in_core, self.plugged_in):
-            planner.ranker.decider.give_lots([0.5], [0.5])
+            planner.decider.give_lots([0.5], [0.5])
         self._note_streams()
         if follows:
             self._send_before()
@@ -318,7 +318,7 @@ class Setting:
             self.estimates[0].silent = self.silent
         for replica in self.replicas:
             for planner in (self.in_core, self.plugged_in):
-                planner.note_streams(replica)
+                planner.fleets.note_streams(replica)
 
     def _send_before(self) -> None:
         """Let all caches have a past, and a present."""
