@@ -18,9 +18,7 @@ from router.index.prompt import HashedPrompt
 from router.plane.attempts import PREFILLER_HEADER, RANK_HEADER, SOURCE_HEADER, Attempt
 from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
-from router.prompt.body.priority import with_priority
-from router.prompt.body.pulling import with_source
-from router.prompt.body.retention import HintForm, with_hints
+from router.prompt.body.owned_fields import HintForm, with_hints, with_priority, with_source
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from router.doors.http.access import WrongKeys
-from router.prompt.body.rewriting import with_tenant_salt
+from router.prompt.body.salting import with_tenant_salt
 from router.prompt.errors import RequestBodyError
 from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids

@@ -27,7 +27,7 @@ from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index.base import GroupHit, HashesFound, Hit, SourceId
 from router.index.prompt import HashedPrompt
-from router.prompt.body.rewriting import tenant_salt_of
+from router.prompt.body.salting import tenant_salt_of
 from router.routing.admission import Admission
 from router.routing.model import Model
 from router.routing.models import ModelSet

@@ -48,7 +48,7 @@ from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
-from router.prompt.body.priority import PRIORITY_HEADER
+from router.prompt.body.owned_fields import PRIORITY_HEADER
 from router.prompt.errors import RequestBodyError
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding

@@ -13,9 +13,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from router.prompt.body.priority import PRIORITY_FIELD
-from router.prompt.body.pulling import TRANSFER_FIELD
-from router.prompt.body.rewriting import ARGUMENTS_FIELD, SAMPLING_FIELD
+from router.prompt.body.owned_fields import (
+    ARGUMENTS_FIELD,
+    PRIORITY_FIELD,
+    SAMPLING_FIELD,
+    TRANSFER_FIELD,
+)
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError, describe
 from router.prompt.token_ids import PackTokenIds

@@ -27,17 +27,15 @@ from router.prompt.body.json_fields import (
     required,
 )
 from router.prompt.body.openai_request import parse_chat, parse_responses
-from router.prompt.body.priority import PRIORITY_FIELD
-from router.prompt.body.pulling import TRANSFER_FIELD
-from router.prompt.body.retention import strip_hints
-from router.prompt.body.rewriting import (
+from router.prompt.body.owned_fields import (
     ARGUMENTS_FIELD,
-    SALT_FIELD,
+    PRIORITY_FIELD,
     SAMPLING_FIELD,
+    TRANSFER_FIELD,
+    strip_hints,
     strip_report_mode,
-    tenant_salt_of,
-    with_tenant_salt,
 )
+from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError, describe
@@ -424,7 +422,7 @@ def read_request(
     """
     spec = parse_request(endpoint, body, encoding=encoding, limits=limits, pack=pack)
     is_sent = endpoint is not Endpoint.ROUTE
-    changed = strip_report_mode(body, spec) if is_sent else body
+    changed = strip_report_mode(body) if is_sent and spec.has_engine_arguments else body
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
     if is_sent and drops_priority and spec.has_priority:

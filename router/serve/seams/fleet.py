@@ -33,8 +33,7 @@ from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.attempts import RANK_HEADER
 from router.plane.data_plane import DataPlane
-from router.prompt.body.priority import PRIORITY_HEADER
-from router.prompt.body.retention import HintForm
+from router.prompt.body.owned_fields import PRIORITY_HEADER, HintForm
 from router.prompt.limits import PromptLimits
 from router.routing.decision import hint_form
 from router.routing.dispatcher import Dispatcher

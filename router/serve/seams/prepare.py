@@ -31,7 +31,7 @@ from router.fleet.entrance import EngineOrder
 from router.fleet.limits import KeyUsage
 from router.index.base import SourceId
 from router.index.mirror_types import STEP
-from router.prompt.body.retention import HintForm, with_hints
+from router.prompt.body.owned_fields import HintForm, with_hints
 from router.prompt.endpoints import Endpoint
 from router.prompt.prompts import ChatPrompt, OpaquePrompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from router.routing.decision import Asked

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from router.prompt.body.pulling import with_source
+from router.prompt.body.owned_fields import strip_hints, with_source
 from router.prompt.body.requests import read_request
-from router.prompt.body.retention import strip_hints
 from router.prompt.endpoints import Endpoint
 from router.prompt.limits import PromptLimits
 

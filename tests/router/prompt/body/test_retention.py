@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from router.prompt.body.owned_fields import HintForm, strip_hints, with_hints
 from router.prompt.body.requests import read_request
-from router.prompt.body.retention import HintForm, strip_hints, with_hints
 from router.prompt.endpoints import Endpoint
 from router.prompt.limits import PromptLimits
 
