@@ -7,7 +7,7 @@ import codecs
 import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
@@ -22,7 +22,6 @@ from router.prompt.body.requests import read_model, read_request
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import ProcessEndedError, RequestBodyError
-from router.prompt.limits import PromptLimits
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision, hint_form
@@ -64,8 +63,6 @@ class Dispatcher:
     responses: StoredResponses
     """Knows which replica has which stored response."""
     large_work: LargeWork
-    limits: PromptLimits = field(default_factory=PromptLimits)
-    """Bounds on prompts."""
     owns_priority: bool = False
     """True if the router decides on the `priority` of clients."""
     prefill: PrefillPlanner | None = None
@@ -473,7 +470,7 @@ class Dispatcher:
         try:
             spec, changed = await self.large_work.run(
                 read_request,
-                *(body, endpoint, encoding, self.limits, tenant_salt, None, self.owns_priority),
+                *(body, endpoint, encoding, tenant_salt, None, self.owns_priority),
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
@@ -490,7 +487,7 @@ class Dispatcher:
     ) -> tuple[PromptSpec, bytes]:
         try:
             spec, changed = read_request(
-                *(body, endpoint, encoding, self.limits, tenant_salt),
+                *(body, endpoint, encoding, tenant_salt),
                 *(pack_token_ids, self.owns_priority),
             )
         except RequestBodyError as error:

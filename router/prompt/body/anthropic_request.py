@@ -13,20 +13,19 @@ from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import anthropic_tools
 from router.prompt.endpoints import BILLING_HEADER
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
 from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
 
 def parse_messages(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
     """Read system prompt, messages, tools and thinking options.
 
     Raises:
         RequestBodyError: A field that shapes the prompt breaks a rule.
     """
-    given = object_list(fields.get("messages"), "$.messages", limits)
+    given = object_list(fields.get("messages"), "$.messages")
     if not given:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
     if any(_changes_tools(message) for message in given):
@@ -36,8 +35,8 @@ def parse_messages(
         messages += _convert(message, f"$.messages[{index}]")
     return ChatPrompt(
         messages=messages,
-        tools=anthropic_tools(fields, limits),
-        template_arguments=template_arguments(fields, limits, _reasoning_effort(fields)),
+        tools=anthropic_tools(fields),
+        template_arguments=template_arguments(fields, _reasoning_effort(fields)),
         merge_inline_system=True,
         truncation=truncation,
         pieces=_pieces([fields.get("system"), *(message.get("content") for message in given)]),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_MESSAGES, MAX_NESTING, MAX_VALUES
 
 _ENCODER = msgspec.json.Encoder()
 _COUNT = re.compile(r"\s*\+?([0-9]{1,15})(?:\.0+)?\s*")
@@ -74,7 +74,7 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
     return value
 
 
-def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
+def object_list(value: object, place: str) -> list[dict[str, Any]]:
     """Check that a value is a list of objects within the bounds, and return it.
 
     Raises:
@@ -82,44 +82,40 @@ def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[st
     """
     if not isinstance(value, list):
         raise RequestBodyError(place, describe(value), "must be a list of objects")
-    if len(value) > limits.max_messages:
-        raise RequestBodyError(
-            place, describe(value), f"must have at most {limits.max_messages} items"
-        )
+    if len(value) > MAX_MESSAGES:
+        raise RequestBodyError(place, describe(value), f"must have at most {MAX_MESSAGES} items")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
-    check_shape(value, place, limits)
+    check_shape(value, place)
     return value
 
 
-def check_shape(value: object, place: str, limits: PromptLimits) -> None:
+def check_shape(value: object, place: str) -> None:
     """Refuse a value that is nested too deep or holds too many values.
 
     Templates and JSON encoders recurse over what a client sends, and every value costs a look or
     two in the event loop; both must be known before they start.
 
-    Args:
-        limits: `max_nesting` and `max_values` count.
     Raises:
         RequestBodyError: A bound is exceeded.
     """
-    level, left = [value], limits.max_values
-    for _ in range(limits.max_nesting + 2):
+    level, left = [value], MAX_VALUES
+    for _ in range(MAX_NESTING + 2):
         containers = [item for item in level if isinstance(item, (dict, list))]
         if not containers:
             return
         left -= sum(map(len, containers))
         if left < 0:
             raise RequestBodyError(
-                place, "too many values", f"at most {limits.max_values} values are allowed"
+                place, "too many values", f"at most {MAX_VALUES} values are allowed"
             )
         level = [
             child
             for item in containers
             for child in (item.values() if isinstance(item, dict) else item)
         ]
-    rule = f"at most {limits.max_nesting} levels of objects and lists are allowed"
+    rule = f"at most {MAX_NESTING} levels of objects and lists are allowed"
     raise RequestBodyError(place, "nested too deep", rule)
 
 

@@ -16,7 +16,6 @@ from router.prompt.body.json_fields import (
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import chat_tools, responses_tools
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
 from router.prompt.prompts import ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
@@ -25,7 +24,6 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 def parse_chat(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     truncation: Truncation | None,
     *,
     add_generation_prompt: bool = True,
@@ -35,15 +33,15 @@ def parse_chat(
     Args:
         add_generation_prompt: The endpoint's default without the body's.
     """
-    messages = check_messages(fields, limits)
+    messages = check_messages(fields)
     if fields.get("chat_template") is not None:
         # A template is a program. One that a client sends is never run here.
         return OpaquePrompt("request_chat_template")
     return ChatPrompt(
         messages=messages,
-        tools=chat_tools(fields, limits),
-        documents=_documents(fields, limits),
-        template_arguments=template_arguments(fields, limits, fields.get("reasoning_effort")),
+        tools=chat_tools(fields),
+        documents=_documents(fields),
+        template_arguments=template_arguments(fields, fields.get("reasoning_effort")),
         add_generation_prompt=is_true(fields.get("add_generation_prompt", add_generation_prompt)),
         continue_final_message=is_true(fields.get("continue_final_message", False)),
         add_special_tokens=is_true(fields.get("add_special_tokens", False)),
@@ -51,13 +49,13 @@ def parse_chat(
     )
 
 
-def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
+def check_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Check the shape of `messages` as far as anything here relies on it.
 
     Raises:
         RequestBodyError: The list or an entry breaks a rule.
     """
-    messages = object_list(fields.get("messages"), "$.messages", limits)
+    messages = object_list(fields.get("messages"), "$.messages")
     if not messages:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
     for index, message in enumerate(messages):
@@ -103,11 +101,11 @@ def _check_tool_calls(calls: object, place: str) -> None:
             )
 
 
-def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def _documents(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     documents = fields.get("documents")
     if documents is None:
         return None
-    return object_list(documents, "$.documents", limits)
+    return object_list(documents, "$.documents")
 
 
 # --- /v1/responses --------------------------------------------------------------------------------
@@ -118,7 +116,7 @@ class _UnknownItemError(Exception):
 
 
 def parse_responses(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
     """Read instructions, input, tools and reasoning effort of a responses request.
 
@@ -133,15 +131,15 @@ def parse_responses(
     if any(tool.get("type") in ("namespace", "custom") for tool in _objects(fields.get("tools"))):
         return OpaquePrompt("unknown_tool_type")
     try:
-        messages = _messages_of(fields, limits)
+        messages = _messages_of(fields)
     except _UnknownItemError:
         return OpaquePrompt("unknown_input_item")
     continues = _continues_final_message(fields["input"])
     reasoning = optional_object(fields, "reasoning", "$") or {}
     return ChatPrompt(
-        messages=check_messages({"messages": messages}, limits),
-        tools=responses_tools(fields, limits),
-        template_arguments=template_arguments(fields, limits, reasoning.get("effort")),
+        messages=check_messages({"messages": messages}),
+        tools=responses_tools(fields),
+        template_arguments=template_arguments(fields, reasoning.get("effort")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
         # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a
@@ -155,7 +153,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _messages_of(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
+def _messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = fields.get("input")
     instructions = optional_text(fields, "instructions", "$")
     messages: list[dict[str, Any]] = (
@@ -168,7 +166,7 @@ def _messages_of(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[s
     if not given and not messages:
         raise RequestBodyError("$.input", "an empty list", "must hold at least one item")
     turns: list[dict[str, Any]] = []
-    for item in object_list(given, "$.input", limits):
+    for item in object_list(given, "$.input"):
         _add_item(turns, item)
     return messages + turns
 

@@ -39,7 +39,7 @@ from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_s
 from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
 from router.prompt.token_ids import MODEL_LENGTH, PackTokenIds, TokenIds, Truncation
 
@@ -58,7 +58,6 @@ def parse_request(
     body: bytes,
     *,
     encoding: Literal["json", "msgpack"] = "json",
-    limits: PromptLimits | None = None,
     pack: PackTokenIds | None = None,
 ) -> PromptSpec:
     """Read all that routing needs from a request body.
@@ -73,7 +72,6 @@ def parse_request(
     Raises:
         RequestBodyError: The body is malformed, or its prompt breaks a rule.
     """
-    limits = limits or PromptLimits()
     fields = decode_fields(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
     if PRIORITY_FIELD in fields:
@@ -81,15 +79,14 @@ def parse_request(
     if form is Endpoint.GENERATE:
         fields = _with_sampling(fields)
     model = _model(fields, endpoint)
-    prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
-    has_salt, max_chars = "cache_salt" in fields, limits.max_salt_chars
+    prompts = _PARSERS[form](fields, _truncation(fields, form))
     return PromptSpec(
         endpoint=form,
         model=model,
         prompts=prompts,
         stream="stream" in fields and is_true(fields["stream"]),
         choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
-        cache_salt=_salt(fields, form, len(prompts), max_chars) if has_salt else None,
+        cache_salt=_salt(fields, form, len(prompts)) if "cache_salt" in fields else None,
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),
@@ -119,18 +116,20 @@ def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _salt(
-    fields: Mapping[str, Any], form: Endpoint, prompts: int, max_chars: int
+    fields: Mapping[str, Any], form: Endpoint, prompts: int
 ) -> str | tuple[str | None, ...] | None:
     """Read one salt, or one for each prompt of a batch, as SGLang takes them. SGLang ignores an
     empty one; vLLM refuses it itself."""
     given = fields.get("cache_salt")
     if form is not Endpoint.COMPLETIONS or not isinstance(given, list):
-        return optional_text(fields, "cache_salt", "$", max_chars) or None
+        return optional_text(fields, "cache_salt", "$", MAX_SALT_CHARS) or None
     if len(given) != prompts:
         rule = f"must have as many salts as there are prompts, {prompts}"
         raise RequestBodyError("$.cache_salt", describe(given), rule)
     salts = {str(place): salt for place, salt in enumerate(given)}
-    return tuple(optional_text(salts, name, "$.cache_salt", max_chars) or None for name in salts)
+    return tuple(
+        optional_text(salts, name, "$.cache_salt", MAX_SALT_CHARS) or None for name in salts
+    )
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
@@ -201,32 +200,28 @@ def _stored_response(fields: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) and named else None
 
 
-def _chats(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _chats(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     """Read several conversations, which share all other fields."""
     rule = "must be a list of conversations, each a list of messages"
     given = required(fields, "messages", "$", rule)
     if not isinstance(given, list) or not given:
         found = "an empty list" if given == [] else describe(given)
         raise RequestBodyError("$.messages", found, rule)
-    if len(given) > limits.max_prompts:
-        most = f"must have at most {limits.max_prompts} conversations"
+    if len(given) > MAX_PROMPTS:
+        most = f"must have at most {MAX_PROMPTS} conversations"
         raise RequestBodyError("$.messages", describe(given), most)
     for index, conversation in enumerate(given):
         if not isinstance(conversation, list):
             place = f"$.messages[{index}]"
             raise RequestBodyError(place, describe(conversation), "must be a list of messages")
-    check_shape(given, "$.messages", limits)
+    check_shape(given, "$.messages")
     return tuple(
-        parse_chat({**fields, "messages": conversation}, limits, truncation)
-        for conversation in given
+        parse_chat({**fields, "messages": conversation}, truncation) for conversation in given
     )
 
 
 def _generate(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     truncation: Truncation | None,  # noqa: ARG001 - this form cuts nothing
 ) -> tuple[Prompt, ...]:
     """Read token ids as the engine computes them; with media among them, up to the first one."""
@@ -239,9 +234,9 @@ def _generate(
     if not value:
         raise RequestBodyError("$.token_ids", "an empty list", "must hold at least one token id")
     if isinstance(value, array):
-        ids = _bounded(value, "$.token_ids", limits)
+        ids = _bounded(value, "$.token_ids")
     else:
-        ids = _token_ids(value, "$.token_ids", limits)
+        ids = _token_ids(value, "$.token_ids")
     features = optional_object(fields, "features", "$")
     if not features:
         return (TokenPrompt(ids),)
@@ -262,44 +257,36 @@ def _holds_lists(value: object) -> TypeGuard[dict[str, list[Any]]]:
     return isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
 
 
-def _completions(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _completions(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     embeddings = fields.get("prompt_embeds")
     if embeddings:
         count = len(embeddings) if isinstance(embeddings, list) else 1
-        return (OpaquePrompt("prompt_embeds"),) * min(count, limits.max_prompts)
-    return _text_or_tokens(fields, "prompt", limits, truncation)
+        return (OpaquePrompt("prompt_embeds"),) * min(count, MAX_PROMPTS)
+    return _text_or_tokens(fields, "prompt", truncation)
 
 
-def _embeddings(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _embeddings(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     if "messages" in fields:
-        return (parse_chat(fields, limits, truncation, add_generation_prompt=False),)
+        return (parse_chat(fields, truncation, add_generation_prompt=False),)
     if isinstance(fields.get("input"), list) and any(
         isinstance(item, dict) for item in fields["input"]
     ):
         return (OpaquePrompt("unknown_input_item"),)
-    return _text_or_tokens(fields, "input", limits, truncation)
+    return _text_or_tokens(fields, "input", truncation)
 
 
-def _route(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
-    return _text_or_tokens(fields, "token_ids", limits, truncation)
+def _route(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
+    return _text_or_tokens(fields, "token_ids", truncation)
 
 
-_Parser: TypeAlias = Callable[
-    [Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]
-]
+_Parser: TypeAlias = Callable[[Mapping[str, Any], Truncation | None], tuple[Prompt, ...]]
 
 
 def _one(
-    parse: Callable[[Mapping[str, Any], PromptLimits, Truncation | None], Prompt],
+    parse: Callable[[Mapping[str, Any], Truncation | None], Prompt],
 ) -> _Parser:
     """The parser of a form that holds one prompt."""
-    return lambda fields, limits, truncation: (parse(fields, limits, truncation),)
+    return lambda fields, truncation: (parse(fields, truncation),)
 
 
 _PARSERS: Mapping[Endpoint, _Parser] = {
@@ -315,28 +302,26 @@ _PARSERS: Mapping[Endpoint, _Parser] = {
 
 
 def _text_or_tokens(
-    fields: Mapping[str, Any], name: str, limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], name: str, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
     """Read one prompt or a batch, each a string or a list of token ids."""
     place = f"$.{name}"
     value = required(fields, name, "$", _PROMPT_RULE)
     if isinstance(value, array):
-        return (TokenPrompt(_bounded(value, place, limits), truncation),)
+        return (TokenPrompt(_bounded(value, place), truncation),)
     add_special_tokens = is_true(fields.get("add_special_tokens", True))
     if isinstance(value, str):
-        return (_text(value, place, limits, truncation, add_special_tokens),)
+        return (_text(value, place, truncation, add_special_tokens),)
     if not isinstance(value, list):
         raise RequestBodyError(place, describe(value), _PROMPT_RULE)
     if not value:
         raise RequestBodyError(place, "an empty list", "must hold at least one prompt or token id")
     if not isinstance(value[0], (str, list)):
-        return (TokenPrompt(_token_ids(value, place, limits), truncation),)
-    if len(value) > limits.max_prompts:
-        raise RequestBodyError(
-            place, describe(value), f"must have at most {limits.max_prompts} prompts"
-        )
+        return (TokenPrompt(_token_ids(value, place), truncation),)
+    if len(value) > MAX_PROMPTS:
+        raise RequestBodyError(place, describe(value), f"must have at most {MAX_PROMPTS} prompts")
     return tuple(
-        _batch_item(item, f"{place}[{index}]", limits, truncation, add_special_tokens)
+        _batch_item(item, f"{place}[{index}]", truncation, add_special_tokens)
         for index, item in enumerate(value)
     )
 
@@ -344,40 +329,38 @@ def _text_or_tokens(
 def _batch_item(
     value: object,
     place: str,
-    limits: PromptLimits,
     truncation: Truncation | None,
     add_special_tokens: bool,
 ) -> Prompt:
     if isinstance(value, str):
-        return _text(value, place, limits, truncation, add_special_tokens)
+        return _text(value, place, truncation, add_special_tokens)
     if isinstance(value, list):
-        return TokenPrompt(_token_ids(value, place, limits), truncation)
+        return TokenPrompt(_token_ids(value, place), truncation)
     raise RequestBodyError(place, describe(value), "must be a string or a list of token ids")
 
 
 def _text(
     text: str,
     place: str,
-    limits: PromptLimits,
     truncation: Truncation | None,
     add_special_tokens: bool,
 ) -> TextPrompt:
-    if len(text) > limits.max_prompt_chars:
+    if len(text) > MAX_PROMPT_CHARS:
         raise RequestBodyError(
-            place, describe(text), f"must have at most {limits.max_prompt_chars} characters"
+            place, describe(text), f"must have at most {MAX_PROMPT_CHARS} characters"
         )
     return TextPrompt(text, add_special_tokens, truncation)
 
 
-def _bounded(ids: _Ids, place: str, limits: PromptLimits) -> _Ids:
-    if len(ids) > limits.max_prompt_tokens:
-        found, most = f"a list of {len(ids)} items", limits.max_prompt_tokens
+def _bounded(ids: _Ids, place: str) -> _Ids:
+    if len(ids) > MAX_PROMPT_TOKENS:
+        found, most = f"a list of {len(ids)} items", MAX_PROMPT_TOKENS
         raise RequestBodyError(place, found, f"must have at most {most} token ids")
     return ids
 
 
-def _token_ids(values: list[Any], place: str, limits: PromptLimits) -> TokenIds:
-    _bounded(values, place, limits)
+def _token_ids(values: list[Any], place: str) -> TokenIds:
+    _bounded(values, place)
     # The array takes true for 1, so the types are looked at first; both run in C over the whole
     # list. Engines take 1.0 for 1.
     types = set(map(type, values))
@@ -406,7 +389,6 @@ def read_request(
     body: bytes,
     endpoint: Endpoint,
     encoding: Literal["json", "msgpack"],
-    limits: PromptLimits,
     tenant_salt: bytes | None = None,
     pack: PackTokenIds | None = None,
     drops_priority: bool = False,
@@ -420,7 +402,7 @@ def read_request(
     Raises:
         RequestBodyError: See `parse_request`.
     """
-    spec = parse_request(endpoint, body, encoding=encoding, limits=limits, pack=pack)
+    spec = parse_request(endpoint, body, encoding=encoding, pack=pack)
     is_sent = endpoint is not Endpoint.ROUTE
     changed = strip_report_mode(body) if is_sent and spec.has_engine_arguments else body
     if changed is not body:

@@ -13,43 +13,41 @@ from typing import Any, TypeVar
 
 from router.prompt.body.json_fields import object_list, optional_object, optional_text
 from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
 
 _Tool = TypeVar("_Tool", bound="dict[str, Any] | None")
 
 
-def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def chat_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of a chat completion; None without the field.
 
     Raises:
         RequestBodyError: The list or an entry breaks a rule; likewise of the others.
     """
-    return _converted(fields, limits, _chat_tool)
+    return _converted(fields, _chat_tool)
 
 
-def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def responses_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of the responses API, where a function's fields lie beside its type.
 
     Other kinds of tools (web search, MCP) stay at the server and reach no template.
     """
-    tools = _converted(fields, limits, _responses_tool)
+    tools = _converted(fields, _responses_tool)
     return None if not tools else [tool for tool in tools if tool is not None]
 
 
-def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def anthropic_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type."""
-    return _converted(fields, limits, _anthropic_tool)
+    return _converted(fields, _anthropic_tool)
 
 
 def _converted(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     convert: Callable[[dict[str, Any], str], _Tool],
 ) -> list[_Tool] | None:
     given = fields.get("tools")
     if given is None:
         return None
-    tools = object_list(given, "$.tools", limits)
+    tools = object_list(given, "$.tools")
     return [convert(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
 
 

@@ -69,7 +69,6 @@ class ChatRenderer:
         files: ModelFiles,
         settings: ChatSettings | None = None,
         *,
-        max_chars: int = 16_777_216,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile the templates of *files*.
@@ -86,7 +85,6 @@ class ChatRenderer:
                 source,
                 place=f"{files.path}: chat template {name}",
                 form=settings.content_form,
-                max_chars=max_chars,
                 now=now,
             )
             for name, source in self._sources(files, sources, settings).items()

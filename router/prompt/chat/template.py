@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from router.prompt.chat.bounded_jinja import BoundedSandbox, TooMuchWork, checked_date_pattern
 from router.prompt.endpoints import ContentForm
 from router.prompt.errors import ModelFilesError, UntokenizableError
+from router.prompt.limits import MAX_PROMPT_CHARS
 
 # What template code may raise on a client's data. All of it means that this conversation cannot be
 # rendered. The messages quote the conversation, so they are dropped.
@@ -91,7 +92,7 @@ class ChatTemplate:
         *,
         place: str = "chat template",
         form: ContentForm | None = None,
-        max_chars: int = 16_777_216,
+        max_chars: int = MAX_PROMPT_CHARS,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile a template.

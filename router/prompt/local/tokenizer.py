@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 from kvevents.errors import UNREADABLE
 from router.prompt.chat.renderer import ChatRenderer, ChatSettings
 from router.prompt.errors import ModelFilesError, UntokenizableError
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.prompt.local.backend import find_ends
 from router.prompt.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
 from router.prompt.local.message_ends import EndFinder, pieces_of
@@ -86,7 +86,6 @@ class LocalTokenizer:
         files: ModelFiles,
         *,
         chat: ChatSettings | None = None,
-        limits: PromptLimits | None = None,
         use_native: bool = True,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         now: Callable[[], datetime] = datetime.now,
@@ -101,7 +100,6 @@ class LocalTokenizer:
         Raises:
             ModelFilesError: The tokenizer or a template cannot be used.
         """
-        self._limits = limits or PromptLimits()
         backend = build_backend(files)
         self._rules = _rules_of(files)
         self._ends = find_ends(backend)
@@ -115,7 +113,7 @@ class LocalTokenizer:
             self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
         else:
             self._native, self._obstacle = native, None
-        self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
+        self._renderer = ChatRenderer(files, chat, now=now)
         self._lock = threading.Lock()
         self._encoded_chars = 0
         self._end_finder = self._make_end_finder(backend)
@@ -160,7 +158,7 @@ class LocalTokenizer:
         with self._lock:
             self._encoded_chars += chars
         ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
-        if len(ids) > self._limits.max_prompt_tokens:
+        if len(ids) > MAX_PROMPT_TOKENS:
             raise UntokenizableError("prompt_too_long")
         return ids
 

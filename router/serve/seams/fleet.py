@@ -34,7 +34,7 @@ from router.index.index import PrefixIndex
 from router.plane.attempts import RANK_HEADER
 from router.plane.data_plane import DataPlane
 from router.prompt.body.owned_fields import PRIORITY_HEADER, HintForm
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.routing.decision import hint_form
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleets import KnownFleet
@@ -63,7 +63,6 @@ _LOOKING_SHARE = 0.02
 """The most of the control loop's time that looking may take: it grows with the fleet."""
 MAX_ADAPTERS = 256
 """Adapters that the core knows; the one named least recently is forgotten."""
-_ANY_LENGTH = PromptLimits().max_prompt_tokens
 
 
 class OrderedBy(IntEnum):
@@ -332,7 +331,7 @@ class NativeDecisions(ReplicaListener):
         if len(forms) > 1 or len(named) < len(replicas):
             return None
         fleet = planner.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
-        longest = longest_certain(replicas, name) or _ANY_LENGTH
+        longest = longest_certain(replicas, name) or MAX_PROMPT_TOKENS
         (form,) = forms
         served = ServedName(
             model.name,

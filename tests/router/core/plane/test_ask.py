@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from router.prompt.body.requests import read_request
 from router.prompt.endpoints import Endpoint
 from router.prompt.errors import RequestBodyError
-from router.prompt.limits import PromptLimits
 from router.prompt.prompts import TokenPrompt
 
 NAMES = st.sampled_from(
@@ -59,7 +58,7 @@ def test_what_the_core_reads_is_what_the_parser_reads(body: bytes) -> None:
     found = import_module("router._core").read_ask(body)
     if found is None:
         return
-    spec, changed = read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits())
+    spec, changed = read_request(body, Endpoint.COMPLETIONS, "json")
     (prompt,) = spec.prompts
     assert isinstance(prompt, TokenPrompt)
     assert found == (spec.model, list(prompt.token_ids), spec.stream)
@@ -84,4 +83,4 @@ def test_a_refused_body_is_left_to_who_says_why() -> None:
     body = b'{"model": "m", "prompt": [1, -1]}'
     assert import_module("router._core").read_ask(body) is None
     with pytest.raises(RequestBodyError):
-        read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits())
+        read_request(body, Endpoint.COMPLETIONS, "json")

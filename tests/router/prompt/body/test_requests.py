@@ -17,7 +17,14 @@ from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import parse_request, read_model, read_request
 from router.prompt.endpoints import Endpoint
 from router.prompt.errors import RequestBodyError
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import (
+    MAX_MESSAGES,
+    MAX_NESTING,
+    MAX_PROMPT_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_VALUES,
+)
 from router.prompt.prompts import (
     ChatPiece,
     ChatPrompt,
@@ -30,6 +37,7 @@ from router.prompt.token_ids import Truncation
 from tests.router.prompt.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
+_TOO_MANY = [1] * (MAX_VALUES + 1)
 
 
 def _parse(endpoint: Endpoint, body: object, **options: Any) -> PromptSpec:
@@ -354,11 +362,11 @@ def _nested(levels: int) -> Any:
 @pytest.mark.parametrize("field", ["messages", "tools", "documents", "chat_template_kwargs"])
 def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
     """Templates and JSON encoders go down as deep as a client digs."""
-    limits = PromptLimits(max_nesting=8)
-    deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": _nested(20)}
+    nested = _nested(MAX_NESTING + 12)
+    deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": nested}
     body = {"messages": [_USER], field: deep if field == "chat_template_kwargs" else [deep]}
     with pytest.raises(RequestBodyError, match="nested too deep"):
-        _parse(Endpoint.CHAT, body, limits=limits)
+        _parse(Endpoint.CHAT, body)
 
 
 @pytest.mark.parametrize(
@@ -366,50 +374,55 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
     [
         {
             "messages": [
-                {"role": "user", "content": ["a"] * 50},
-                {"role": "user", "content": [{}] * 51},
+                {"role": "user", "content": ["a"] * (MAX_VALUES // 2)},
+                {"role": "user", "content": [{}] * (MAX_VALUES // 2 + 1)},
             ]
         },
         {
             "messages": [_USER],
-            "tools": [{"function": {"name": "f", "parameters": {"enum": [1] * 101}}}],
+            "tools": [{"function": {"name": "f", "parameters": {"enum": _TOO_MANY}}}],
         },
-        {"messages": [_USER], "chat_template_kwargs": {str(index): 1 for index in range(101)}},
+        {
+            "messages": [_USER],
+            "chat_template_kwargs": dict.fromkeys(map(str, range(MAX_VALUES + 1)), 1),
+        },
     ],
 )
 def test_values_are_bounded_wherever_they_hide(body: object) -> None:
     """A body of ten megabytes holds millions of them, and each costs time in the event loop."""
     with pytest.raises(RequestBodyError, match="too many values"):
-        _parse(Endpoint.CHAT, body, limits=PromptLimits(max_values=100))
+        _parse(Endpoint.CHAT, body)
 
 
 def test_nesting_up_to_the_limit_is_taken() -> None:
     """The bound is where it is said to be."""
-    limits = PromptLimits(max_nesting=8)
-    for levels, is_taken in ((8, True), (9, False)):
+    for levels, is_taken in ((MAX_NESTING, True), (MAX_NESTING + 1, False)):
         body = {"messages": [{"role": "user", "content": "x", "deep": _nested(levels - 1)}]}
         if is_taken:
-            assert _parse(Endpoint.CHAT, body, limits=limits)
+            assert _parse(Endpoint.CHAT, body)
         else:
             with pytest.raises(RequestBodyError):
-                _parse(Endpoint.CHAT, body, limits=limits)
+                _parse(Endpoint.CHAT, body)
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "body", "limits"),
+    ("endpoint", "field", "unit", "most"),
     [
-        (Endpoint.CHAT, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
-        (Endpoint.COMPLETIONS, {"prompt": ["a"] * 3}, PromptLimits(max_prompts=2)),
-        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, PromptLimits(max_prompt_tokens=2)),
-        (Endpoint.COMPLETIONS, {"prompt": "aaa"}, PromptLimits(max_prompt_chars=2)),
-        (Endpoint.RESPONSES, {"input": [_USER] * 3}, PromptLimits(max_messages=2)),
-        (Endpoint.MESSAGES, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
+        (Endpoint.CHAT, "messages", [_USER], MAX_MESSAGES),
+        (Endpoint.COMPLETIONS, "prompt", ["a"], MAX_PROMPTS),
+        (Endpoint.COMPLETIONS, "prompt", [1], MAX_PROMPT_TOKENS),
+        (Endpoint.COMPLETIONS, "prompt", "a", MAX_PROMPT_CHARS),
+        (Endpoint.RESPONSES, "input", [_USER], MAX_MESSAGES),
+        (Endpoint.MESSAGES, "messages", [_USER], MAX_MESSAGES),
     ],
 )
-def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimits) -> None:
+def test_sizes_are_bounded(
+    endpoint: Endpoint, field: str, unit: list[Any] | str, most: int
+) -> None:
     """One request must not make the router hold or compute without end."""
-    with pytest.raises(RequestBodyError, match="at most 2"):
-        _parse(endpoint, body, limits=limits)
+    assert _parse(endpoint, {field: unit * most})
+    with pytest.raises(RequestBodyError, match=f"at most {most}"):
+        _parse(endpoint, {field: unit * (most + 1)})
 
 
 @pytest.mark.parametrize(
@@ -517,7 +530,7 @@ def test_salts_that_fit_no_batch_are_refused(salts: list[Any]) -> None:
 def test_a_tenants_salt_goes_into_each_salt_of_a_batch() -> None:
     """As it is sent, so it is predicted."""
     body = json.dumps({"prompt": ["a", "b"], "cache_salt": ["s", "t"]}).encode()
-    spec, sent = read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits(), b"tenant")
+    spec, sent = read_request(body, Endpoint.COMPLETIONS, "json", b"tenant")
     assert sent is not None
     assert json.loads(sent)["cache_salt"] == [spec.salt_of(0), spec.salt_of(1)]
     assert spec.salt_of(0) not in ("s", spec.salt_of(1))
@@ -652,15 +665,14 @@ def test_each_conversation_of_a_batch_is_a_prompt_of_its_own() -> None:
         ([], "$.messages"),
         ([_USER], "$.messages[0]"),
         ([[_USER], []], "$.messages"),
-        ([[_USER]] * 9, "$.messages"),
+        ([[_USER]] * (MAX_PROMPTS + 1), "$.messages"),
     ],
 )
 def test_a_batch_that_is_none_is_refused(messages: Any, place: str) -> None:
     """A chat sent to the wrong path, and more conversations than a batch may hold."""
-    limits = PromptLimits(max_prompts=8)
     body = json.dumps({"messages": messages}).encode()
     with pytest.raises(RequestBodyError) as error:
-        parse_request(Endpoint.CHAT_BATCH, body, limits=limits)
+        parse_request(Endpoint.CHAT_BATCH, body)
     assert error.value.place == place
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, processors
 
 from router.prompt.errors import ModelFilesError, UntokenizableError
-from router.prompt.limits import PromptLimits
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import TextPrompt
@@ -127,11 +126,12 @@ def test_a_million_tokens_are_tokenised(
 
 
 def test_more_tokens_than_the_limit_are_refused(
-    build_tokenizer: Callable[[str], Tokenizer],
+    build_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for more gets no ids, and nothing larger than the limit is handed on."""
+    monkeypatch.setattr("router.prompt.local.tokenizer.MAX_PROMPT_TOKENS", 3)
     files = ModelFiles(path="test", tokenizer_json=build_tokenizer("qwen").to_str().encode())
-    local = LocalTokenizer(files, limits=PromptLimits(max_prompt_tokens=3))
+    local = LocalTokenizer(files)
     assert len(_ids(local, TextPrompt("<think>" * 3))) == 3
     with pytest.raises(UntokenizableError, match="prompt_too_long"):
         _ids(local, TextPrompt("<think>" * 4))
