@@ -59,8 +59,9 @@ from router.serve.settings import (
     make_tracing_of,
     mirror_of,
     patient_timeouts,
-    proxy_settings,
+    proxy_timeouts,
     repair_times,
+    retry_limits,
     secret_of,
     subscriber_options,
     with_live_options,
@@ -251,7 +252,7 @@ class RouterService(RouterParts):
             owns_priority=config.owns_priority,
             prefill=PrefillPlanner(self.planner.rank, config.prefill.min_uncached_tokens),
         )
-        self.proxy = PlaneProxy(proxy_settings(config), self.shortages.note)
+        self.proxy = PlaneProxy(proxy_timeouts(config), retry_limits(config), self.shortages.note)
 
     def on_give_up(self, call: Callable[[str, float], None]) -> None:
         """Have *call* end the requests at a replica that does not respond: by the key of its

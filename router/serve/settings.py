@@ -27,7 +27,6 @@ from router.fleet.gate import GateOptions
 from router.fleet.replica import Replica
 from router.index.mirror import ApproximateCaches, Mirror
 from router.plane.attempts import RetryLimits
-from router.plane.proxy_types import ProxySettings
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.self_repair import RepairTimes
 
@@ -133,12 +132,14 @@ def approximate_of(config: RouterConfig, feed: Feed, mirror: Mirror) -> Approxim
     )
 
 
-def proxy_settings(config: RouterConfig) -> ProxySettings:
-    timeouts, retries = config.server.timeouts, config.server.retries
-    return ProxySettings(
-        Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
-        retries=RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst),
-    )
+def proxy_timeouts(config: RouterConfig) -> Timeouts:
+    timeouts = config.server.timeouts
+    return Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s)
+
+
+def retry_limits(config: RouterConfig) -> RetryLimits:
+    retries = config.server.retries
+    return RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst)
 
 
 def patient_timeouts(config: RouterConfig) -> Timeouts:

@@ -351,7 +351,11 @@ def test_all_problems_are_reported_at_once() -> None:
     """One round trip for one file, not one for each mistake."""
     text = """
     servr: {}
-    server: {port: 70000, prot: 1, timeouts: {connect_s: -1, idle_s: soon}}
+    server:
+      port: 70000
+      prot: 1
+      timeouts: {connect_s: -1, idle_s: soon}
+      retries: {further_attempts: -1, budget_share: -1, budget_burst: -1}
     models:
       - {name: "", tokenizer: 5}
       - name: m
@@ -370,6 +374,9 @@ def test_all_problems_are_reported_at_once() -> None:
         "server.port: 70000; must be less than or equal to 65535",
         "server.timeouts.connect_s: -1; must be greater than 0",
         "server.timeouts.idle_s: 'soon'; must be a valid number",
+        "server.retries.further_attempts: -1; must be greater than or equal to 0",
+        "server.retries.budget_share: -1; must be greater than or equal to 0",
+        "server.retries.budget_burst: -1; must be greater than or equal to 0",
         "models[0].name: ''; must have at least 1 character",
         "models[0].tokenizer: 5; must be a valid string",
         "models[1].layout.groups[0]: group 0 (sliding_window):"
