@@ -12,7 +12,6 @@ from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
 from router.index.base import SourceId, SourceStatistics
 from router.index.index import PrefixIndex
-from router.prompt.chat.renderer import ChatSettings
 from router.prompt.errors import ModelFilesError
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import read_model_files
@@ -249,16 +248,16 @@ def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
         return None
     return LocalTokenizer(
         read_model_files(Path(config.tokenizer)),
-        chat=_chat_settings(config.chat_template),
+        chat_template=_read_template(config.chat_template),
         use_native=config.tokenizer_library == "auto",
     )
 
 
-def _chat_settings(template: str | None) -> ChatSettings | None:
+def _read_template(template: str | None) -> str | None:
     if template is None:
         return None
     try:
-        return ChatSettings(chat_template=Path(template).read_text(encoding="utf-8"))
+        return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         found = (error.strerror if isinstance(error, OSError) else None) or "not UTF-8"
         raise ModelFilesError(template, found, "must be a readable text file") from error

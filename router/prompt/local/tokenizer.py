@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from tokenizers import AddedToken, Tokenizer
 
 from kvevents.errors import UNREADABLE
-from router.prompt.chat.renderer import ChatRenderer, ChatSettings
+from router.prompt.chat.renderer import ChatRenderer
 from router.prompt.errors import ModelFilesError, UntokenizableError
 from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.prompt.local.backend import find_ends
@@ -85,7 +85,7 @@ class LocalTokenizer:
         self,
         files: ModelFiles,
         *,
-        chat: ChatSettings | None = None,
+        chat_template: str | None = None,
         use_native: bool = True,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         now: Callable[[], datetime] = datetime.now,
@@ -93,7 +93,7 @@ class LocalTokenizer:
         """Load everything and decide, once, how to tokenise.
 
         Args:
-            chat: How the engine's server renders chats.
+            chat_template: Text of a template that replaces the model's.
             use_native: Tokenise by fastokens where it gives the right ids.
             cache_bytes: Bound on the memory of the segment cache, where fastokens is not used.
             now: Clock for templates that write the date.
@@ -113,7 +113,7 @@ class LocalTokenizer:
             self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
         else:
             self._native, self._obstacle = native, None
-        self._renderer = ChatRenderer(files, chat, now=now)
+        self._renderer = ChatRenderer(files, chat_template, now)
         self._lock = threading.Lock()
         self._encoded_chars = 0
         self._end_finder = self._make_end_finder(backend)
