@@ -38,7 +38,6 @@ from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.model import Model
 from router.routing.planner import prepare
-from router.routing.steering import ContinuationSign
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
@@ -176,9 +175,8 @@ class Preparation:
         hinted = self._hinted.pop(number, None)
         if hinted is not None:
             model, lengths = hinted
-            announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
-            step = STEP if announced is None else announced.scheduler_block_size or STEP
-            model.steering.count_outcome(lengths, settled.tokens[2], step)
+            source = SourceId(settled.replica, settled.dp_rank or 0)
+            model.count_outcome(lengths, source, settled.tokens[2])
 
     def hand_over(self, number: int) -> Begun | None:
         """Return the state of a request that others serve from now on."""
@@ -363,19 +361,16 @@ class Preparation:
         self, number: int, asked: Asked, tokenized: TokenizedPrompt
     ) -> tuple[bytes, Sequence[int]]:
         """The body with what its engine should keep of the prompt, and the lengths of that."""
-        form = self._hint_form(asked)
-        spec, model = asked.spec, asked.model
-        if form is None or not form.is_read_at(spec.endpoint):
+        form, model = self._hint_form(asked), asked.model
+        if form is None or not form.is_read_at(asked.spec.endpoint):
             return asked.body, ()
         (prompt,) = prepare(model.index, [tokenized])
         keys = prompt.prefix_keys(STEP)
         lengths = model.steering.named(keys)
         if lengths and len(self._hinted) < MAX_HINTED:
             self._hinted[number] = _HintedPrompt(model, lengths)
-        sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
-        sign = ContinuationSign.RETENTION if spec.keeps_prompt else sign
-        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, sign)
-        body = with_hints(asked.body, spec.endpoint, form, *hints)
+        hints = asked.steer(keys, tokenized)
+        body = with_hints(asked.body, asked.spec.endpoint, form, *hints)
         return body, () if body is asked.body else hints.keep
 
     def _open(self, number: int) -> None:
