@@ -42,8 +42,7 @@ from router.policies import (
     make_policy,
 )
 from router.policies.policies import BUILT_IN
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 

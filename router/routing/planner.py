@@ -14,7 +14,8 @@ gets what the core found as columns, and orders it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -31,8 +32,11 @@ from router.fleet.gate import (
     BREAKER_OPEN,
     TENANT_BACKING_OFF,
 )
+from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
+from router.index.mirror import ApproximateCaches, Mirror
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
 from router.policies.plug_ins import PlugIn
@@ -42,8 +46,8 @@ from router.policies.types import Candidate, CandidateLoad, Policy, Ranked, Rout
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import CacheVisits
 from router.routing.fleets import FleetKeeper
-from router.routing.known import RECENT_STEP, Known
 from router.routing.question import RankQuestion
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
@@ -60,6 +64,26 @@ _OBSTACLES = (
     "removed",
 )
 """As `Obstacle` of core/decide/fleet.hpp counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Holds the state that decisions read."""
+
+    load: LoadTracker
+    """Counts what this router has in flight at each replica."""
+    suspects: Collection[SourceId] = ()
+    """The sources of which events were lost, so that their hits are doubtful; it changes with
+    them."""
+    recent: RecentPrefixes | None = None
+    """Which prefixes were just sent where; None: what the mirror has in prefill."""
+    mirror: Mirror | None = None
+    """Follows every cache: what it is doing, and evicts next; its books are those of the load.
+    None: that is not known."""
+    approximate: ApproximateCaches | None = None
+    """Estimates what caches hold without events, with the mirror; None: that is not estimated."""
+    engine_load_stale_after_s: float = 10.0
+    """Age from which an engine's own load no longer counts."""
 
 
 class RoutePlanner:
@@ -86,7 +110,7 @@ class RoutePlanner:
         self._policy = policy if isinstance(policy, BuiltInPolicy) else PlugIn(policy)
         self._mirror = known.mirror
         assert self._mirror is None or self._mirror.books is known.load.books, "one set of books"
-        self.visits = CacheVisits(known.recent, RECENT_STEP, known.mirror, known.approximate, clock)
+        self.visits = CacheVisits(known.recent, known.mirror, known.approximate, clock)
         lost_since = None if known.approximate is None else known.approximate.lost_since
         self.fleets = FleetKeeper(known.load.books, known.suspects, lost_since)
         name, weights = (

@@ -40,9 +40,8 @@ from router.prompt.processes import LargeWork
 from router.routing.admission import Admission
 from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.prefill import PrefillPlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck

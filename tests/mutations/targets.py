@@ -42,7 +42,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/index/layout_learner.py": _CORE,
     "router/index/hash_finder.py": _CORE,
     # Routing and scoring.
-    "router/routing/known.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/planner.py": (
         "tests/router/routing",
         "tests/router/telemetry",

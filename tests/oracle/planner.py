@@ -28,8 +28,8 @@ from router.policies import (
     State,
     Weights,
 )
-from router.routing.known import RECENT_STEP
 from router.routing.question import RankChoice, RankQuestion
+from router.routing.recent_prefixes import RECENT_STEP
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits

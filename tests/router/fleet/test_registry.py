@@ -51,8 +51,7 @@ from router.policies import (
     RouteRequest,
     make_policy,
 )
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import UNREAD_RANK, RankQuestion
 from tests.support.loads import in_flight
 from tests.support.waiting import DEADLINE_S

@@ -17,8 +17,7 @@ from router.index.mirror import Mirror
 from router.policies import Candidate, RouteRequest, make_policy
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Bookings
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner, prepare
+from router.routing.planner import Known, RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion
 from tests.support.index import AskedCaches, ended
 from tests.support.loads import statistics_of

@@ -26,9 +26,8 @@ from router.policies import make_policy
 from router.prompt.endpoints import Endpoint
 from router.prompt.processes import LargeWork
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses

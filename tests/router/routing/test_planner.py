@@ -31,8 +31,7 @@ from router.policies import (
 )
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Booking, Bookings
-from router.routing.known import RECENT_STEP, Known
-from router.routing.planner import MAX_MATCHED_PROMPTS, RoutePlanner, prepare
+from router.routing.planner import MAX_MATCHED_PROMPTS, Known, RoutePlanner, prepare
 from router.routing.question import (
     ANY_RANK,
     UNREAD_RANK,
@@ -41,7 +40,7 @@ from router.routing.question import (
     RankQuestion,
     uncached_tokens,
 )
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 from tests.support.loads import statistics_of
 
 IDS = list(range(1, 257))

@@ -20,8 +20,7 @@ from router.policies import (
     Standings,
     make_policy,
 )
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica

@@ -20,9 +20,8 @@ from router.fleet.watchers import Watchers
 from router.policies import make_policy
 from router.prompt.processes import LargeWork
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.stored_responses import StoredResponses
 from router.serve.seams.prepare import Preparation
 from tests.support.model_files import write_byte_tokenizer

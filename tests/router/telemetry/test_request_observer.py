@@ -29,9 +29,8 @@ from router.prompt.processes import LargeWork
 from router.routing.booking import Bookings
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics

@@ -34,10 +34,9 @@ from router.policies import (
     make_policy,
 )
 from router.prompt.prompts import TokenizedPrompt
-from router.routing.known import RECENT_STEP, Known
-from router.routing.planner import RoutePlanner, prepare
+from router.routing.planner import Known, RoutePlanner, prepare
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.approximate import ReferenceEstimates
 from tests.oracle.mirror.mirror import ReferenceMirror
