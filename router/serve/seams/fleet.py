@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_timeout import timeout
-from typing_extensions import override
 
 from router.config.origin import Header
 from router.config.schema import RouterConfig
@@ -28,7 +27,6 @@ from router.errors import UnknownModel
 from router.fleet.entrance import EngineOrder, headers_read
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
-from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.attempts import RANK_HEADER
@@ -213,25 +211,11 @@ class NativeDecisions(ReplicaListener):
     def _pause_s(self) -> float:
         return _QUIET_S if self._is_quiet else REFRESH_S
 
-    @override
-    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+    def _on_changed(self, *_: object, **__: object) -> None:
         self._has_changed.set()
 
-    @override
-    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_reconfigured(self, replica: Replica) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_removed(self, replica: Replica) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        self._has_changed.set()
+    on_state_changed = on_models_changed = on_sources_changed = _on_changed
+    on_reconfigured = on_removed = _on_changed
 
     def stop(self, plane: DataPlane) -> None:
         """Have everything decided in Python from now on."""
