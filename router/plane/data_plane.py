@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from router.config.origin import Header
 from router.errors import BodyTooLarge, Overloaded, RequestError, is_out_of_memory
-from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLIENT_HEADER = b"x-kvroute-client"
+"""The client's address in a request for the application behind; a client's own header of this name
+is dropped."""
 _CONTROL_TIMES = (5.0, 600.0, 86_400.0)
 """In seconds. Pages follow the router for as long as they are open."""
 MAX_TURN_S = 0.02

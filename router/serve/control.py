@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import uvicorn
 from async_timeout import timeout
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvevents.tasks import begin_lasting
 from router.config.certificates import LISTENER, REPLICAS, Certificate
 from router.errors import ConfigError, ConfigProblem
-from router.plane.control import BehindPlane
-from router.plane.data_plane import DataPlane
+from router.plane.data_plane import CLIENT_HEADER, DataPlane
 from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from router.routing.admission import Admission, Elsewhere
 
@@ -152,6 +151,22 @@ class ControlServer(uvicorn.Server):
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+class BehindPlane:
+    """The application, with the real client's address in its scope."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            client = next((value for name, value in headers if name == CLIENT_HEADER), b"")
+            host, _, port = client.decode("latin-1").rpartition(" ")
+            scope["client"] = host, int(port or 0)
+            scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_HEADER]
+        await self._application(scope, receive, send)
 
 
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
