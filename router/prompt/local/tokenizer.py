@@ -25,7 +25,7 @@ from router.prompt.local.backend import find_ends
 from router.prompt.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
 from router.prompt.local.message_ends import EndFinder, pieces_of
 from router.prompt.local.native import NativeTokenizer, load_native
-from router.prompt.local.segments import TokenizerRules, choose_segmenter, read_rules
+from router.prompt.local.segments import RANDOM_MODEL, choose_segmenter, obstacle_in
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import NO_ENDS, ChatPrompt, Coverage, MessageEnds, TextPrompt
 from router.prompt.token_ids import TokenIds, truncate
@@ -101,9 +101,8 @@ class LocalTokenizer:
             ModelFilesError: The tokenizer or a template cannot be used.
         """
         backend = build_backend(files)
-        self._rules = _rules_of(files)
         self._ends = find_ends(backend)
-        self._segmenter, self._obstacle = choose_segmenter(backend, self._rules)
+        self._segmenter, self._obstacle = choose_segmenter(backend, _obstacle_in(files))
         native = self._load_native(backend) if use_native else "configured"
         self._native: NativeTokenizer | None = None
         self._library: SegmentedTokenizer | None = None
@@ -200,8 +199,8 @@ class LocalTokenizer:
         return len(self._library.join(self._library.look_up(text, salt))[0])
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
-        if self._rules.is_random:
-            raise UntokenizableError("random_model")
+        if self._obstacle == RANDOM_MODEL:
+            raise UntokenizableError(RANDOM_MODEL)
         if isinstance(prompt, TextPrompt):
             return prompt.text, Coverage.WHOLE
         chat = self._renderer.render(prompt)
@@ -238,9 +237,9 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def _rules_of(files: ModelFiles) -> TokenizerRules:
+def _obstacle_in(files: ModelFiles) -> str | None:
     try:
-        return read_rules(files.tokenizer_json)
+        return obstacle_in(files.tokenizer_json)
     except UNREADABLE as error:
         raise ModelFilesError(
             f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"
