@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class ConfigProblem(NamedTuple):
@@ -114,6 +114,9 @@ class BadRequest(RequestError):
         self.place = place
         self.found = found
         self.rule = rule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRequest, (self.place, self.found, self.rule)
 
 
 class PromptTooLong(BadRequest):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
+from router.errors import NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index.prompt import HashedPrompt, pack_token_ids
@@ -21,7 +21,7 @@ from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import read_model, read_request
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import ProcessEndedError, RequestBodyError
+from router.prompt.errors import ProcessEndedError
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision, hint_form
@@ -315,16 +315,11 @@ class Dispatcher:
     async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
         """The model that a body names, and the body with its salt."""
         secret, names = (None, ()) if salt is None else (salt.secret, salt.names)
-        arguments = body, secret, names, self.owns_priority
-        try:
-            if len(body) <= INLINE_BODY_BYTES:
-                model, salted = read_model(*arguments)
-            else:
-                model, salted = await self.large_work.run(read_model, *arguments)
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
-        except ProcessEndedError:
-            raise Overloaded("had not enough memory or time to read this body") from None
+        arguments = secret, names, self.owns_priority
+        if len(body) <= INLINE_BODY_BYTES:
+            model, salted = read_model(body, *arguments)
+        else:
+            model, salted = await self._read_large(read_model, body, *arguments)
         return model, body if salted is None else salted
 
     def dispatch_by_load(
@@ -467,15 +462,9 @@ class Dispatcher:
         """Return what the body asks for, and the body to send; see `read_request`."""
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
-        try:
-            spec, changed = await self.large_work.run(
-                read_request,
-                *(body, endpoint, encoding, tenant_salt, None, self.owns_priority),
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
-        except ProcessEndedError:
-            raise Overloaded("had not enough memory or time to read this body") from None
+        spec, changed = await self._read_large(
+            read_request, body, endpoint, encoding, tenant_salt, None, self.owns_priority
+        )
         return spec, body if changed is None else changed
 
     def _read(
@@ -485,14 +474,18 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        try:
-            spec, changed = read_request(
-                *(body, endpoint, encoding, tenant_salt),
-                *(pack_token_ids, self.owns_priority),
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
+        spec, changed = read_request(
+            body, endpoint, encoding, tenant_salt, pack_token_ids, self.owns_priority
+        )
         return spec, body if changed is None else changed
+
+    async def _read_large(
+        self, read: Callable[..., _Result], body: bytes, *arguments: object
+    ) -> _Result:
+        try:
+            return await self.large_work.run(read, body, *arguments)
+        except ProcessEndedError:
+            raise Overloaded("had not enough memory or time to read this body") from None
 
     async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
         if is_small:

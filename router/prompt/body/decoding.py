@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
+from router.errors import BadRequest
 from router.prompt.body.owned_fields import (
     ARGUMENTS_FIELD,
     PRIORITY_FIELD,
@@ -20,7 +21,7 @@ from router.prompt.body.owned_fields import (
     TRANSFER_FIELD,
 )
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError, describe
+from router.prompt.errors import describe
 from router.prompt.token_ids import PackTokenIds
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
@@ -105,14 +106,14 @@ def decode_fields(
             # Templates and replicas know JSON only: other keys, bytes and dates are converted.
             fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
-        raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
+        raise BadRequest("$", "nested too deep", "must be nested less deep") from None
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
         # The messages hold offsets and type names, but no content.
         found = _fault(body, error) if encoding == "json" else str(error)
-        raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
+        raise BadRequest("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):
-        raise RequestBodyError("$", describe(fields), "the body must be an object")
+        raise BadRequest("$", describe(fields), "the body must be an object")
     return fields
 
 
@@ -133,7 +134,7 @@ def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> 
         # It is JSON, but not an object; the types demand no more.
         is_list = body.lstrip().startswith(b"[")
         whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
-        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
+        raise BadRequest("$", describe(whole), "the body must be an object") from None
     except (msgspec.DecodeError, UnicodeError):
         _FIELDS_DECODER.decode(body)  # names the place in the body, not in the field
         raise

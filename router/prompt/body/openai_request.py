@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from router.errors import BadRequest
 from router.prompt.body.json_fields import (
     is_true,
     object_list,
@@ -15,7 +16,7 @@ from router.prompt.body.json_fields import (
 )
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import chat_tools, responses_tools
-from router.prompt.errors import RequestBodyError, describe
+from router.prompt.errors import describe
 from router.prompt.prompts import ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
@@ -53,11 +54,11 @@ def check_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Check the shape of `messages` as far as anything here relies on it.
 
     Raises:
-        RequestBodyError: The list or an entry breaks a rule.
+        BadRequest: The list or an entry breaks a rule.
     """
     messages = object_list(fields.get("messages"), "$.messages")
     if not messages:
-        raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
+        raise BadRequest("$.messages", "an empty list", "must hold at least one message")
     for index, message in enumerate(messages):
         _check_message(message, f"$.messages[{index}]")
     return messages
@@ -66,13 +67,13 @@ def check_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _check_message(message: Mapping[str, Any], place: str) -> None:
     role = message.get("role")
     if not isinstance(role, str):
-        raise RequestBodyError(f"{place}.role", describe(role), "must be a string")
+        raise BadRequest(f"{place}.role", describe(role), "must be a string")
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
             _check_part(part, f"{place}.content[{index}]")
     elif content is not None and not isinstance(content, str):
-        raise RequestBodyError(
+        raise BadRequest(
             f"{place}.content", describe(content), "must be a string, a list of parts or null"
         )
     _check_tool_calls(message.get("tool_calls"), f"{place}.tool_calls")
@@ -82,21 +83,21 @@ def _check_part(part: object, place: str) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
-        raise RequestBodyError(place, describe(part), "must be an object or a string")
+        raise BadRequest(place, describe(part), "must be an object or a string")
     for name in ("type", "text"):
         value = part.get(name)
         if value is not None and not isinstance(value, str):
-            raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
+            raise BadRequest(f"{place}.{name}", describe(value), "must be a string")
 
 
 def _check_tool_calls(calls: object, place: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise RequestBodyError(place, describe(calls), "must be a list of objects")
+        raise BadRequest(place, describe(calls), "must be a list of objects")
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise RequestBodyError(
+            raise BadRequest(
                 f"{place}[{index}]", describe(call), "must be an object with a function"
             )
 
@@ -124,7 +125,7 @@ def parse_responses(
     message.
 
     Raises:
-        RequestBodyError: A field that shapes the prompt breaks a rule.
+        BadRequest: A field that shapes the prompt breaks a rule.
     """
     if fields.get("previous_response_id") is not None:
         return OpaquePrompt("stored_conversation")
@@ -162,9 +163,9 @@ def _messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise RequestBodyError("$.input", describe(given), "must be a string or a list of items")
+        raise BadRequest("$.input", describe(given), "must be a string or a list of items")
     if not given and not messages:
-        raise RequestBodyError("$.input", "an empty list", "must hold at least one item")
+        raise BadRequest("$.input", "an empty list", "must hold at least one item")
     turns: list[dict[str, Any]] = []
     for item in object_list(given, "$.input"):
         _add_item(turns, item)
@@ -203,7 +204,7 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     if turns and turns[-1]["role"] == "assistant":
         calls = turns[-1].get("tool_calls")
         if calls is not None and not isinstance(calls, list):
-            raise RequestBodyError("$.input[].tool_calls", describe(calls), "must be a list")
+            raise BadRequest("$.input[].tool_calls", describe(calls), "must be a list")
         turns[-1] = {**turns[-1], "tool_calls": [*(calls or []), call]}
     else:
         turns.append({"role": "assistant", "tool_calls": [call]})

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvevents.errors import UNREADABLE
+from router.errors import BadRequest
 from router.prompt.body.anthropic_request import parse_messages
 from router.prompt.body.decoding import RETENTION_FIELD, SESSION_FIELDS, decode_fields
 from router.prompt.body.json_fields import (
@@ -38,7 +39,7 @@ from router.prompt.body.owned_fields import (
 from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError, describe
+from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
 from router.prompt.token_ids import MODEL_LENGTH, PackTokenIds, TokenIds, Truncation
@@ -70,7 +71,7 @@ def parse_request(
         encoding: `msgpack` only where the caller offers it (`/route`).
         pack: The compiled index's; None without one.
     Raises:
-        RequestBodyError: The body is malformed, or its prompt breaks a rule.
+        BadRequest: The body is malformed, or its prompt breaks a rule.
     """
     fields = decode_fields(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
@@ -125,7 +126,7 @@ def _salt(
         return optional_text(fields, "cache_salt", "$", MAX_SALT_CHARS) or None
     if len(given) != prompts:
         rule = f"must have as many salts as there are prompts, {prompts}"
-        raise RequestBodyError("$.cache_salt", describe(given), rule)
+        raise BadRequest("$.cache_salt", describe(given), rule)
     salts = {str(place): salt for place, salt in enumerate(given)}
     return tuple(
         optional_text(salts, name, "$.cache_salt", MAX_SALT_CHARS) or None for name in salts
@@ -138,9 +139,7 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
     if named is not None:
         known = [form.value for form in Endpoint]
         if named not in known:
-            raise RequestBodyError(
-                "$.endpoint", describe(named), f"must be one of {', '.join(known)}"
-            )
+            raise BadRequest("$.endpoint", describe(named), f"must be one of {', '.join(known)}")
         return Endpoint(named)
     if "token_ids" in fields:
         return Endpoint.ROUTE
@@ -151,7 +150,7 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
     ):
         if name in fields:
             return form
-    raise RequestBodyError("$", describe(fields), "must have token_ids, messages, prompt or input")
+    raise BadRequest("$", describe(fields), "must have token_ids, messages, prompt or input")
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
@@ -206,14 +205,14 @@ def _chats(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Pr
     given = required(fields, "messages", "$", rule)
     if not isinstance(given, list) or not given:
         found = "an empty list" if given == [] else describe(given)
-        raise RequestBodyError("$.messages", found, rule)
+        raise BadRequest("$.messages", found, rule)
     if len(given) > MAX_PROMPTS:
         most = f"must have at most {MAX_PROMPTS} conversations"
-        raise RequestBodyError("$.messages", describe(given), most)
+        raise BadRequest("$.messages", describe(given), most)
     for index, conversation in enumerate(given):
         if not isinstance(conversation, list):
             place = f"$.messages[{index}]"
-            raise RequestBodyError(place, describe(conversation), "must be a list of messages")
+            raise BadRequest(place, describe(conversation), "must be a list of messages")
     check_shape(given, "$.messages")
     return tuple(
         parse_chat({**fields, "messages": conversation}, truncation) for conversation in given
@@ -230,9 +229,9 @@ def _generate(
     rule = "must be a list of token ids"
     value = required(fields, "token_ids", "$", rule)
     if not isinstance(value, (list, array)):
-        raise RequestBodyError("$.token_ids", describe(value), rule)
+        raise BadRequest("$.token_ids", describe(value), rule)
     if not value:
-        raise RequestBodyError("$.token_ids", "an empty list", "must hold at least one token id")
+        raise BadRequest("$.token_ids", "an empty list", "must hold at least one token id")
     if isinstance(value, array):
         ids = _bounded(value, "$.token_ids")
     else:
@@ -313,13 +312,13 @@ def _text_or_tokens(
     if isinstance(value, str):
         return (_text(value, place, truncation, add_special_tokens),)
     if not isinstance(value, list):
-        raise RequestBodyError(place, describe(value), _PROMPT_RULE)
+        raise BadRequest(place, describe(value), _PROMPT_RULE)
     if not value:
-        raise RequestBodyError(place, "an empty list", "must hold at least one prompt or token id")
+        raise BadRequest(place, "an empty list", "must hold at least one prompt or token id")
     if not isinstance(value[0], (str, list)):
         return (TokenPrompt(_token_ids(value, place), truncation),)
     if len(value) > MAX_PROMPTS:
-        raise RequestBodyError(place, describe(value), f"must have at most {MAX_PROMPTS} prompts")
+        raise BadRequest(place, describe(value), f"must have at most {MAX_PROMPTS} prompts")
     return tuple(
         _batch_item(item, f"{place}[{index}]", truncation, add_special_tokens)
         for index, item in enumerate(value)
@@ -336,7 +335,7 @@ def _batch_item(
         return _text(value, place, truncation, add_special_tokens)
     if isinstance(value, list):
         return TokenPrompt(_token_ids(value, place), truncation)
-    raise RequestBodyError(place, describe(value), "must be a string or a list of token ids")
+    raise BadRequest(place, describe(value), "must be a string or a list of token ids")
 
 
 def _text(
@@ -346,16 +345,14 @@ def _text(
     add_special_tokens: bool,
 ) -> TextPrompt:
     if len(text) > MAX_PROMPT_CHARS:
-        raise RequestBodyError(
-            place, describe(text), f"must have at most {MAX_PROMPT_CHARS} characters"
-        )
+        raise BadRequest(place, describe(text), f"must have at most {MAX_PROMPT_CHARS} characters")
     return TextPrompt(text, add_special_tokens, truncation)
 
 
 def _bounded(ids: _Ids, place: str) -> _Ids:
     if len(ids) > MAX_PROMPT_TOKENS:
         found, most = f"a list of {len(ids)} items", MAX_PROMPT_TOKENS
-        raise RequestBodyError(place, found, f"must have at most {most} token ids")
+        raise BadRequest(place, found, f"must have at most {most} token ids")
     return ids
 
 
@@ -376,13 +373,13 @@ def _is_whole(value: int | float) -> bool:
     return isinstance(value, int) or value.is_integer()
 
 
-def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
+def _bad_token_id(values: list[Any], place: str) -> BadRequest:
     for index, value in enumerate(values):
         if type(value) is not int and not (type(value) is float and value.is_integer()):
-            return RequestBodyError(f"{place}[{index}]", describe(value), _TOKEN_RULE)
+            return BadRequest(f"{place}[{index}]", describe(value), _TOKEN_RULE)
         if not 0 <= value < 2**32:
-            return RequestBodyError(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
-    return RequestBodyError(place, describe(values), _TOKEN_RULE)
+            return BadRequest(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
+    return BadRequest(place, describe(values), _TOKEN_RULE)
 
 
 def read_request(
@@ -400,7 +397,7 @@ def read_request(
     Returns:
         Its fields, with the tenant's salt; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: See `parse_request`.
+        BadRequest: See `parse_request`.
     """
     spec = parse_request(endpoint, body, encoding=encoding, pack=pack)
     is_sent = endpoint is not Endpoint.ROUTE
@@ -440,13 +437,13 @@ def read_model(
     Returns:
         The model, None if it names none; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: It is not a JSON object, its model is not a string, or its priority breaks
+        BadRequest: It is not a JSON object, its model is not a string, or its priority breaks
             a rule.
     """
     try:
         read = msgspec.json.decode(body, type=_ModelAndPriority)
     except UNREADABLE:
-        raise RequestBodyError(
+        raise BadRequest(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
     check_int64(read.priority, f"$.{PRIORITY_FIELD}")

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from kvevents.errors import UNREADABLE
+from router.errors import BadRequest
 from router.prompt.body.json_fields import encode_json
-from router.prompt.errors import RequestBodyError, describe
+from router.prompt.errors import describe
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 SALT_FIELD = "cache_salt"
@@ -37,14 +38,14 @@ def with_tenant_salt(
     Args:
         names: The fields that engines read a salt from at this path.
     Raises:
-        RequestBodyError: It is not a JSON object, or its own salt breaks the rule: an engine may
+        BadRequest: It is not a JSON object, or its own salt breaks the rule: an engine may
             ignore it.
     """
     try:
         fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
         own = {name: msgspec.json.decode(fields[name]) for name in names if name in fields}
     except UNREADABLE:
-        raise RequestBodyError("$", f"{len(body)} bytes", "must be a JSON object") from None
+        raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object") from None
     salts = {name: _salted(tenant_salt, own.get(name), name) for name in names}
     if own:
         return encode_json({**fields, **salts})
@@ -58,4 +59,4 @@ def _salted(tenant_salt: bytes, own: object, name: str) -> str | list[str]:
         return [tenant_salt_of(tenant_salt, item) for item in own]
     if own is None or (isinstance(own, str) and own):
         return tenant_salt_of(tenant_salt, own)
-    raise RequestBodyError(f"$.{name}", describe(own), _SALT_RULE)
+    raise BadRequest(f"$.{name}", describe(own), _SALT_RULE)

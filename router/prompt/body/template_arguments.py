@@ -18,7 +18,7 @@ def template_arguments(fields: Mapping[str, Any], reasoning_effort: object) -> d
         fields: The decoded body; its `chat_template_kwargs` come first.
         reasoning_effort: The request's, from which the engine derives `enable_thinking`.
     Raises:
-        RequestBodyError: `chat_template_kwargs` is not an object, or is too large.
+        BadRequest: `chat_template_kwargs` is not an object, or is too large.
     """
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
     check_shape(given, "$.chat_template_kwargs")

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from router.errors import BadRequest
 from router.prompt.body.json_fields import object_list, optional_object, optional_text
-from router.prompt.errors import RequestBodyError, describe
+from router.prompt.errors import describe
 
 _Tool = TypeVar("_Tool", bound="dict[str, Any] | None")
 
@@ -21,7 +22,7 @@ def chat_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of a chat completion; None without the field.
 
     Raises:
-        RequestBodyError: The list or an entry breaks a rule; likewise of the others.
+        BadRequest: The list or an entry breaks a rule; likewise of the others.
     """
     return _converted(fields, _chat_tool)
 
@@ -58,7 +59,7 @@ def _responses_tool(tool: dict[str, Any], place: str) -> dict[str, Any] | None:
 def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     function = optional_object(tool, "function", place)
     if function is None:
-        raise RequestBodyError(f"{place}.function", "missing", "must be an object with a name")
+        raise BadRequest(f"{place}.function", "missing", "must be an object with a name")
     defer_loading = tool.get("defer_loading")
     if defer_loading is not None and function.get("defer_loading") is None:
         function = {**function, "defer_loading": defer_loading}
@@ -82,7 +83,7 @@ def _tool(function: dict[str, Any], defer_loading: object) -> dict[str, Any]:
 def _function(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str):
-        raise RequestBodyError(f"{place}.name", describe(name), "must be a string")
+        raise BadRequest(f"{place}.name", describe(name), "must be a string")
     known: dict[str, Any] = {
         "name": name,
         "description": optional_text(function, "description", place),

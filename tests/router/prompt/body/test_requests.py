@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.errors import BadRequest
 from router.index.prompt import pack_token_ids
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import parse_request, read_model, read_request
 from router.prompt.endpoints import Endpoint
-from router.prompt.errors import RequestBodyError
 from router.prompt.limits import (
     MAX_MESSAGES,
     MAX_NESTING,
@@ -54,7 +54,7 @@ def _read(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec:
 def _outcome(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec | str:
     try:
         return parse_request(endpoint, body, **options)
-    except RequestBodyError as error:
+    except BadRequest as error:
         return str(error)
 
 
@@ -214,7 +214,7 @@ def test_token_ids_are_the_same_packed_by_the_compiled_index(form: Endpoint, tex
     general parser, down to the place in the message."""
     for name in ("prompt", "input", "token_ids"):
         body = f'{{"model": "m", "{name}": {text}, "user": "me"}}'.encode()
-        with suppress(RequestBodyError):
+        with suppress(BadRequest):
             _read(form, body)
 
 
@@ -246,7 +246,7 @@ LONG = "[" + "12345, " * 1000 + "1]"
 @pytest.mark.parametrize("form", [Endpoint.COMPLETIONS, Endpoint.ROUTE])
 def test_token_ids_that_are_read_before_all_else_are_the_same(form: Endpoint, body: str) -> None:
     """What stands in their place meanwhile must be taken for nothing that a client sent."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         _read(form, body.encode())
 
 
@@ -303,7 +303,7 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
     ids: object, place: str
 ) -> None:
     """The client must find the mistake; the log must not find the prompt."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.COMPLETIONS, {"prompt": ids})
     assert error.value.place == place
     assert "secret" not in str(error.value)
@@ -346,7 +346,7 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
 )
 def test_a_bad_chat_is_refused_with_its_place(body: object, place: str) -> None:
     """The same for every field that shapes the prompt."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.CHAT, body)
     assert error.value.place == place
     assert "secret" not in str(error.value)
@@ -365,7 +365,7 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
     nested = _nested(MAX_NESTING + 12)
     deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": nested}
     body = {"messages": [_USER], field: deep if field == "chat_template_kwargs" else [deep]}
-    with pytest.raises(RequestBodyError, match="nested too deep"):
+    with pytest.raises(BadRequest, match="nested too deep"):
         _parse(Endpoint.CHAT, body)
 
 
@@ -390,7 +390,7 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
 )
 def test_values_are_bounded_wherever_they_hide(body: object) -> None:
     """A body of ten megabytes holds millions of them, and each costs time in the event loop."""
-    with pytest.raises(RequestBodyError, match="too many values"):
+    with pytest.raises(BadRequest, match="too many values"):
         _parse(Endpoint.CHAT, body)
 
 
@@ -401,7 +401,7 @@ def test_nesting_up_to_the_limit_is_taken() -> None:
         if is_taken:
             assert _parse(Endpoint.CHAT, body)
         else:
-            with pytest.raises(RequestBodyError):
+            with pytest.raises(BadRequest):
                 _parse(Endpoint.CHAT, body)
 
 
@@ -421,7 +421,7 @@ def test_sizes_are_bounded(
 ) -> None:
     """One request must not make the router hold or compute without end."""
     assert _parse(endpoint, {field: unit * most})
-    with pytest.raises(RequestBodyError, match=f"at most {most}"):
+    with pytest.raises(BadRequest, match=f"at most {most}"):
         _parse(endpoint, {field: unit * (most + 1)})
 
 
@@ -440,7 +440,7 @@ def test_sizes_are_bounded(
 )
 def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -> None:
     """An empty body and half a character were both called truncated."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _read(Endpoint.COMPLETIONS, body)
     assert found in error.value.found
 
@@ -463,7 +463,7 @@ def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -
 )
 def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
     """Whatever the parser raises, a client sees one kind of error."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _read(Endpoint.CHAT, body)
     assert error.value.place == "$"
 
@@ -472,7 +472,7 @@ def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
 @given(endpoint=st.sampled_from(Endpoint), body=bodies())
 def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None:
     """Hostile input is normal: no other exception may come out."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         assert _parse(endpoint, body).prompts
 
 
@@ -480,7 +480,7 @@ def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None
 @given(st.binary(max_size=60))
 def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
     """`/route` takes msgpack, which can carry what JSON cannot."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
 
 
@@ -492,7 +492,7 @@ def test_msgpack_without_a_json_form_reaches_no_template(odd: object) -> None:
     body = msgspec.msgpack.encode(
         {"token_ids": 1, "endpoint": Endpoint.CHAT, "messages": [{"role": "user", "odd": odd}]}
     )
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         (prompt,) = parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
         assert isinstance(prompt, ChatPrompt)
         assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(
@@ -522,7 +522,7 @@ def test_each_prompt_of_a_batch_may_have_a_salt_of_its_own(
 @pytest.mark.parametrize("salts", [["s"], ["s", 7], ["s", "t" * 1025], [], ["s", ["t"]]])
 def test_salts_that_fit_no_batch_are_refused(salts: list[Any]) -> None:
     """With the place; never with the salt."""
-    with pytest.raises(RequestBodyError, match=r"\$\.cache_salt") as caught:
+    with pytest.raises(BadRequest, match=r"\$\.cache_salt") as caught:
         _parse(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "cache_salt": salts})
     assert "'s'" not in str(caught.value)
 
@@ -568,7 +568,7 @@ def test_route_takes_the_bodies_of_the_other_endpoints(body: object, form: Endpo
 )
 def test_route_refuses_what_it_cannot_place(body: object) -> None:
     """A guess would be answered with hits of a prompt that nobody sent."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.ROUTE, body)
     assert "secret" not in str(error.value)
 
@@ -628,7 +628,7 @@ def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
 
 def test_an_input_without_items_is_named_as_what_it_is() -> None:
     """Clients of this endpoint know of no messages; instructions alone are a prompt."""
-    with pytest.raises(RequestBodyError, match=r"\$\.input: an empty list"):
+    with pytest.raises(BadRequest, match=r"\$\.input: an empty list"):
         _parse(Endpoint.RESPONSES, {"input": []})
     assert _parse(Endpoint.RESPONSES, {"input": [], "instructions": "x"}).prompts
 
@@ -641,7 +641,7 @@ def test_a_call_joins_those_of_the_message_before_it() -> None:
         (prompt,) = _parse(Endpoint.RESPONSES, {"input": items}).prompts
         assert [each["id"] for each in prompt.messages[1]["tool_calls"]] == ["c"]
     items[1] = {"role": "assistant", "tool_calls": "secret"}
-    with pytest.raises(RequestBodyError, match=r"tool_calls.*must be a list") as error:
+    with pytest.raises(BadRequest, match=r"tool_calls.*must be a list") as error:
         _parse(Endpoint.RESPONSES, {"input": items})
     assert "secret" not in str(error.value)
 
@@ -671,7 +671,7 @@ def test_each_conversation_of_a_batch_is_a_prompt_of_its_own() -> None:
 def test_a_batch_that_is_none_is_refused(messages: Any, place: str) -> None:
     """A chat sent to the wrong path, and more conversations than a batch may hold."""
     body = json.dumps({"messages": messages}).encode()
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         parse_request(Endpoint.CHAT_BATCH, body)
     assert error.value.place == place
 
@@ -711,7 +711,7 @@ def test_ids_are_certain_up_to_the_first_medium(extra: dict[str, Any], prompt: A
 def test_a_priority_above_64_bits_is_refused(endpoint: Endpoint | None, value: object) -> None:
     """vLLM up to 0.32 answers it with 500, which looks like a failing replica."""
     body = json.dumps({"prompt": "a", "input": "a", "priority": value}).encode()
-    with pytest.raises(RequestBodyError, match=r"\$\.priority: .*64 bits"):
+    with pytest.raises(BadRequest, match=r"\$\.priority: .*64 bits"):
         read_model(body) if endpoint is None else parse_request(endpoint, body)
 
 
