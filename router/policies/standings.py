@@ -80,14 +80,7 @@ class Standings:
             refill=outlook[4],
             suspect=state[3] is True,
             approximate_trust=None if isinstance(state[3], bool) else state[3],
-            load=CandidateLoad(
-                queued_prefill_tokens=state[4],
-                prefilling_requests=state[5],
-                decoding_requests=state[6],
-                decode_context_tokens=state[7],
-                foreign_requests=state[8],
-                waiting_requests=state[9],
-            ),
+            load=CandidateLoad(*state[4:]),
             speed=state[2],
             dp_rank=state[1],
         )

@@ -280,37 +280,6 @@ def _standings(columns: Any, lower: Callable[[int], tuple[Any, ...]]) -> Standin
 
 def _candidate(fields: tuple[Any, ...], obstacle: int = 0) -> Candidate:
     """Read the core's fields of one candidate."""
-    (name, gpu, cached, by_tier, price, pull_from, junction, recent, progress, age, reuse) = fields[
-        :11
-    ]
-    uncached, arrivals, refill, suspect, trust, load, speed, dp_rank = fields[11:]
-    queued, prefilling, decoding, context, foreign, waiting = load
-    return Candidate(
-        replica_id=name,
-        gpu_cached_tokens=gpu,
-        cached_tokens=cached,
-        by_tier=by_tier,
-        load_price=price,
-        pull_from=pull_from,
-        junction_tokens=junction,
-        recent_tokens=recent,
-        progress_tokens=progress,
-        eviction_age_s=age,
-        reuse_probability=reuse,
-        uncached_tokens_per_s=uncached,
-        arrivals_per_s=arrivals,
-        refill=refill,
-        suspect=suspect,
-        approximate_trust=trust,
-        load=CandidateLoad(
-            queued_prefill_tokens=queued,
-            prefilling_requests=prefilling,
-            decoding_requests=decoding,
-            decode_context_tokens=context,
-            foreign_requests=foreign,
-            waiting_requests=waiting,
-        ),
-        speed=speed,
-        obstacle=_OBSTACLES[obstacle],
-        dp_rank=dp_rank,
-    )
+    *before, load, speed, dp_rank = fields
+    values = *before, CandidateLoad(*load), speed, dp_rank, _OBSTACLES[obstacle]
+    return Candidate(*values)
