@@ -65,10 +65,13 @@ class Dispatcher:
     large_work: LargeWork
     owns_priority: bool = False
     """True if the router decides on the `priority` of clients."""
-    prefill: PrefillPlanner | None = None
-    """Chooses who computes prompts; None: always those that requests are sent to."""
+    prefill_min_uncached_tokens: int = 0
+    """The least that another replica computes of a prompt than the one that its request is sent to;
+    0: none ever does."""
 
     def __post_init__(self) -> None:
+        least = self.prefill_min_uncached_tokens
+        self._prefill = PrefillPlanner(self.planner.rank, least)
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._served: dict[tuple[tuple[str, ...], str | None], Serving] = {}
         self._served_at = -1
@@ -145,20 +148,11 @@ class Dispatcher:
         looked_up = tokenized if spec.reads_cache else ()
         if _tokens_in(looked_up) > asked.model.index.inline_tokens:
             return self._look_up_later(asked, tokenized, (started, tokenized_at))
-        replicas = self._serving(asked.model, asked.lora_name)
+        replicas = self.serving(asked.model, asked.lora_name).able
         check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
         prompts = prepare(asked.model.index, looked_up)
         replicas = among(replicas, asked.is_eligible)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
-
-    def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
-        """The replicas that requests for a model go to, or for an adapter of it."""
-        return list(self._serving(model, lora_name).values())
-
-    def may_split(self, model: Model, lora_name: str | None) -> bool:
-        """Return whether a prompt may be computed elsewhere than where its request goes."""
-        prefill = self.prefill
-        return prefill is not None and prefill.is_on and self._all(model, lora_name).may_split
 
     def have_room(self, decision: Decision) -> bool:
         """Return whether one of the replicas that could serve a request has room for it now. A
@@ -183,7 +177,7 @@ class Dispatcher:
         asked = decision.asked
         if asked is None or asked.spec.stored_response is not None:
             return decision.replicas
-        return among(self._serving(asked.model, asked.lora_name), asked.is_eligible)
+        return among(self.serving(asked.model, asked.lora_name).able, asked.is_eligible)
 
     def _reads_at_once(self, body: bytes) -> bool:
         return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
@@ -201,7 +195,9 @@ class Dispatcher:
             terms.check_model(model.name)
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
-            spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
+            spec = spec.cut_to(
+                common_length(self.serving(model, lora_name).able.values(), spec.model)
+            )
         names = session, terms.dp_rank, named, target, terms.tenant
         return Asked(spec, body, model, lora_name, *names, terms.is_eligible)
 
@@ -210,7 +206,7 @@ class Dispatcher:
         tokenization = self.models.tokenization_of(model)
         if tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
             return
-        serving = self._serving(model, lora_name).values()
+        serving = self.serving(model, lora_name).able.values()
         tokenization.finds_ends = any(hint_form(model, replica) for replica in serving)
 
     def _is_served(self, name: str) -> bool:
@@ -221,7 +217,7 @@ class Dispatcher:
             return False
         return any(
             replica.is_healthy and not replica.draining
-            for replica in self._serving(model, lora_name).values()
+            for replica in self.serving(model, lora_name).able.values()
         )
 
     async def _at_holder(self, asked: Asked, response_id: str) -> Asked:
@@ -229,7 +225,7 @@ class Dispatcher:
         served = {
             name: replicas
             for name in self.models.versions.models_of(asked.named or "")
-            if (replicas := self._serving(*self._resolve(name)))
+            if (replicas := self.serving(*self._resolve(name)).able)
         }
         all_of_them = {id_: one for replicas in served.values() for id_, one in replicas.items()}
         holder = await self.responses.holder(response_id, all_of_them)
@@ -254,13 +250,13 @@ class Dispatcher:
     ) -> Decision:
         spec, model = asked.spec, asked.model
         looked_up = tokenized if spec.reads_cache else ()
-        serving = self._serving(model, asked.lora_name).values()
+        serving = self.serving(model, asked.lora_name).able.values()
         check_length(spec.endpoint, tokenized, serving, spec.model)
         prompts = await self._run(
             lambda: prepare(model.index, looked_up),
             _tokens_in(tokenized) <= model.index.inline_tokens,
         )
-        replicas = self._serving(model, asked.lora_name)
+        replicas = self.serving(model, asked.lora_name).able
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
         replicas = among(replicas, asked.is_eligible)
@@ -284,12 +280,12 @@ class Dispatcher:
             asked.tenant,
         )
         ranking, excluded = self.planner.rank(question, replicas.values())
-        serving, choose_prefiller = self._all(model, asked.lora_name), None
+        serving, choose_prefiller = self.serving(model, asked.lora_name), None
         serving = serving._replace(
             able=replicas, prefillers=among(serving.prefillers, asked.is_eligible)
         )
-        if serving.may_split and self.prefill is not None and self.prefill.allows(spec, prompts):
-            choose_prefiller = functools.partial(self.prefill.prefiller, question, serving)
+        if serving.may_split and self._prefill.allows(spec, prompts):
+            choose_prefiller = functools.partial(self._prefill.prefiller, question, serving)
         started, tokenized_at = times
         return Decision(
             model=model,
@@ -354,7 +350,7 @@ class Dispatcher:
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        serving = among(self._serving(model, lora_name), is_eligible)
+        serving = among(self.serving(model, lora_name).able, is_eligible)
         decision = self._by_load(model, serving, body, name, terms.tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
@@ -430,11 +426,7 @@ class Dispatcher:
                 ) from None
             raise
 
-    def _serving(self, model: Model, lora_name: str | None) -> Mapping[str, Replica]:
-        """The replicas that requests are sent to."""
-        return self._all(model, lora_name).able
-
-    def _all(self, model: Model, lora_name: str | None) -> Serving:
+    def serving(self, model: Model, lora_name: str | None) -> Serving:
         """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
         if self._served_at != self.replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
@@ -442,15 +434,13 @@ class Dispatcher:
         asked = model.names, lora_name
         found = self._served.get(asked)
         if found is None:
-            found = self._served[asked] = self._look_up(model, lora_name)
+            adapted = self.replicas.serving(lora_name) if lora_name else ()
+            serving = adapted or [
+                replica for name in model.names for replica in self.replicas.serving(name)
+            ]
+            splits = self.prefill_min_uncached_tokens > 0
+            found = self._served[asked] = Serving.of(serving, splits)
         return found
-
-    def _look_up(self, model: Model, lora_name: str | None) -> Serving:
-        adapted = self.replicas.serving(lora_name) if lora_name else ()
-        found = adapted or [
-            replica for name in model.names for replica in self.replicas.serving(name)
-        ]
-        return Serving.of(found)
 
     async def _parse(
         self,

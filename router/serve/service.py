@@ -42,7 +42,6 @@ from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import Known, RoutePlanner
-from router.routing.prefill import PrefillPlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -249,7 +248,7 @@ class RouterService(RouterParts):
             self.responses,
             self._large_work,
             owns_priority=config.owns_priority,
-            prefill=PrefillPlanner(self.planner.rank, config.prefill.min_uncached_tokens),
+            prefill_min_uncached_tokens=config.prefill.min_uncached_tokens,
         )
         self.proxy = PlaneProxy(proxy_timeouts(config), retry_limits(config), self.shortages.note)
 

@@ -297,8 +297,9 @@ class NativeDecisions(ReplicaListener):
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
         index, planner = model.index, self._planner
-        replicas = self._dispatcher.serving(model, adapter)
-        if not replicas or index.searches or self._dispatcher.may_split(model, adapter):
+        serving = self._dispatcher.serving(model, adapter)
+        replicas = list(serving.able.values())
+        if not replicas or index.searches or serving.may_split:
             return None
         forms = {hint_form(model, replica) for replica in replicas}
         for replica in replicas:
