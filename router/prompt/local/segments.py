@@ -53,32 +53,15 @@ _ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
 
 _KNOWN_NORMALIZERS = frozenset(
     (
-        *(
-            "Sequence",
-            "NFC",
-            "NFD",
-            "NFKC",
-            "NFKD",
-            "Lowercase",
-            "Strip",
-            "StripAccents",
-            "Replace",
-            "Prepend",
-        ),
+        *("Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase"),
+        *("Strip", "StripAccents", "Replace", "Prepend"),
         *("Precompiled", "BertNormalizer", "Nmt", "ByteLevel"),
     )
 )
 _KNOWN_PRE_TOKENIZERS = frozenset(
     (
-        *(
-            "Sequence",
-            "ByteLevel",
-            "Split",
-            "Metaspace",
-            "Whitespace",
-            "WhitespaceSplit",
-            "BertPreTokenizer",
-        ),
+        *("Sequence", "ByteLevel", "Split", "Metaspace"),
+        *("Whitespace", "WhitespaceSplit", "BertPreTokenizer"),
         *("Punctuation", "Digits", "UnicodeScripts", "CharDelimiterSplit", "FixedLength"),
     )
 )
