@@ -97,8 +97,6 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread that renders metrics or tokenises may keep the event loop, and with it every
 stream, waiting each time. With Python's own 5 ms, the slowest 5 % of the tokens come 12 ms late;
 with this, 1 ms."""
-
-
 _COLLECTION_THRESHOLDS = (20_000, 20, 50)
 """Objects that survive until the young, the middle and the old are looked through. Requests leave
 few cycles behind, and Python's own 700 would look through all that are under way hundreds of times

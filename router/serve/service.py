@@ -77,7 +77,6 @@ from router.telemetry.shortages import Shortages
 
 logger = logging.getLogger(__name__)
 
-
 FORGET_RESTORED_AFTER_S = 300.0
 """Replicas of a snapshot that no provider has named by then are forgotten."""
 

@@ -33,10 +33,7 @@ from router.telemetry.self_repair import RepairTimes
 if TYPE_CHECKING:
     from router.telemetry.otel import OtelTracing
 
-
 _RESPONSE_BYTES = 16 * 1024 * 1024
-
-
 _RESPONSE_S = 2.0
 
 

@@ -25,33 +25,16 @@ from router.prompt.errors import describe
 from router.prompt.token_ids import PackTokenIds
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-
-
 _PLACE = re.compile(r"\(byte (\d+)\)")
-
-
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
-
-
 RETENTION_FIELD = "prompt_cache_retention"
-
-
 SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
-
-
 _WITH_TOKEN_IDS = {
     endpoint: frozenset(form.id_fields) for endpoint, form in FORMS.items() if form.id_fields
 }
-
-
 _MAX_REST_BYTES = 65_536
-
-
 _SHORT_BODY_BYTES = 4096
-
-
 _TAKEN_OUT = b"[\t \t \n\t]"
-
 
 FIELD_NAMES = (
     *("model", "cache_salt", "token_ids", "messages", "prompt", "input"),
@@ -74,8 +57,6 @@ def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
 
 
 _FIELDS_DECODER = _decoder()
-
-
 _PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKEN_IDS.items()}
 
 

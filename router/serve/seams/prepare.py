@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 MAX_HINTED = 16_384
 """The most requests whose end steering waits for."""
 
