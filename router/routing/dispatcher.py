@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from router.errors import NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.index.prompt import HashedPrompt, pack_token_ids
+from router.index.prompt import HashedPrompt
 from router.policies.types import RouteRequest
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import read_model, read_request
@@ -453,7 +453,7 @@ class Dispatcher:
         if len(body) <= INLINE_BODY_BYTES:
             return self._read(endpoint, body, encoding, tenant_salt)
         spec, changed = await self._read_large(
-            read_request, body, endpoint, encoding, tenant_salt, None, self.owns_priority
+            read_request, body, endpoint, encoding, tenant_salt, self.owns_priority
         )
         return spec, body if changed is None else changed
 
@@ -464,9 +464,7 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        spec, changed = read_request(
-            body, endpoint, encoding, tenant_salt, pack_token_ids, self.owns_priority
-        )
+        spec, changed = read_request(body, endpoint, encoding, tenant_salt, self.owns_priority)
         return spec, body if changed is None else changed
 
     async def _read_large(

@@ -42,7 +42,7 @@ from router.prompt.endpoints import FORMS, Endpoint
 from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
-from router.prompt.token_ids import MODEL_LENGTH, PackTokenIds, TokenIds, Truncation
+from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
 
 _Ids = TypeVar("_Ids", list[Any], TokenIds)
 
@@ -59,21 +59,19 @@ def parse_request(
     body: bytes,
     *,
     encoding: Literal["json", "msgpack"] = "json",
-    pack: PackTokenIds | None = None,
 ) -> PromptSpec:
     """Read all that routing needs from a request body.
 
-    A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms; with *pack*, which makes no
-    Python list of them, token ids take a quarter. Fields that nothing reads are skipped.
+    A million token ids would take some 50 ms as a Python list; packed they take a quarter. A chat
+    of 100 KB takes some 0.5 ms. Fields that nothing reads are skipped.
 
     Args:
         body: The bytes as received; the caller has bounded their number.
         encoding: `msgpack` only where the caller offers it (`/route`).
-        pack: The compiled index's; None without one.
     Raises:
         BadRequest: The body is malformed, or its prompt breaks a rule.
     """
-    fields = decode_fields(body, encoding, endpoint, pack)
+    fields = decode_fields(body, encoding, endpoint)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
     if PRIORITY_FIELD in fields:
         check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
@@ -387,7 +385,6 @@ def read_request(
     endpoint: Endpoint,
     encoding: Literal["json", "msgpack"],
     tenant_salt: bytes | None = None,
-    pack: PackTokenIds | None = None,
     drops_priority: bool = False,
 ) -> tuple[PromptSpec, bytes | None]:
     """Read a body, take out the fields that the router owns, and put a tenant's salt in.
@@ -399,7 +396,7 @@ def read_request(
     Raises:
         BadRequest: See `parse_request`.
     """
-    spec = parse_request(endpoint, body, encoding=encoding, pack=pack)
+    spec = parse_request(endpoint, body, encoding=encoding)
     is_sent = endpoint is not Endpoint.ROUTE
     changed = strip_report_mode(body) if is_sent and spec.has_engine_arguments else body
     if changed is not body:
