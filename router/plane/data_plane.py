@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from router._core import BodyShare, Plane
 from router.config.origin import Header
 from router.errors import BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange, announced_bytes
@@ -17,9 +17,6 @@ from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
 from router.plane.secured import Secured
-
-if TYPE_CHECKING:
-    from router._core import BodyShare, Plane
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +197,7 @@ class DataPlane:
             listeners: Listening sockets, one for each thread; the core closes them.
         """
         options = asdict(self.options) | {"broken_events": broken_events()}
-        self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
+        self._plane = Plane(options, list(listeners), *secured)
         if self.listener.sum_bounds is not None:
             self.plane.sum_up(*self.listener.sum_bounds)
         self.proxy.plane = self._plane

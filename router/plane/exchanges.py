@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from starlette.types import Scope
 
+from router._core import Plane
 from router.config.origin import Header
-
-if TYPE_CHECKING:
-    from router._core import Plane
 
 
 def announced_bytes(headers: Iterable[Header]) -> int:

@@ -8,8 +8,8 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from router._core import Plane
 from router.config.origin import Header, Timeouts
 from router.errors import is_out_of_memory
 from router.plane.addresses import Addresses
@@ -27,9 +27,6 @@ from router.plane.attempts import (
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.proxied_messages import error_body, error_event
 from router.plane.proxy_types import Dialect, End, ProxyObserver, ProxyRequest
-
-if TYPE_CHECKING:
-    from router._core import Plane
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from enum import IntEnum
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from async_timeout import timeout
 
+from router._core import Placing
+from router._core import Reservations as CoreReservations
 from router.config.origin import Header
 from router.config.schema import RouterConfig
 from router.doors.names import worker_number
@@ -41,10 +42,6 @@ from router.routing.model import Model
 from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts
 from router.telemetry.trace_context import TRACEPARENT
-
-if TYPE_CHECKING:
-    from router._core import Placing
-    from router._core import Reservations as CoreReservations
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +144,7 @@ class NativeDecisions(ReplicaListener):
         self._models = parts.models
         self._planner = planner
         self._addresses = parts.proxy.addresses
-        core = import_module("router._core")
-        self._placing: Placing = core.Placing(
+        self._placing = Placing(
             planner.decider,
             parts.config.events.self_repair_quiet_s,
             EngineOrder(parts.config.overload).facts,

@@ -15,10 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
+from router._core import Plane
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, tenant_salt
 from router.doors.http.access import check_one_content_type
@@ -41,9 +42,6 @@ from router.routing.planner import prepare
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
-
-if TYPE_CHECKING:
-    from router._core import Plane
 
 logger = logging.getLogger(__name__)
 
