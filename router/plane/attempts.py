@@ -142,7 +142,6 @@ class RetryBudget:
         self._share, self._most = limits.budget_share, float(max(limits.budget_burst, 1))
 
     def add_requests(self, count: int = 1) -> None:
-        """Count new requests."""
         if self._tokens < self._most:
             self._tokens = min(self._tokens + count * self._share, self._most)
 

@@ -156,7 +156,6 @@ class DataPlane:
         self._handlers = self._handlers_by_kind()
 
     def _handlers_by_kind(self) -> dict[str, Callable[..., None]]:
-        """Return the handler of each kind of event."""
         listener, to_relay = self.listener, self._to_relay
         return {
             "opened": self._opened,
@@ -220,7 +219,6 @@ class DataPlane:
         return 0 if self._plane is None else self._plane.unread()
 
     def cut_all(self) -> None:
-        """End everything under way."""
         if self._plane is not None:
             self._plane.cut_all()
 

@@ -129,7 +129,6 @@ class PlaneExchange:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def ask_for_body(self) -> None:
-        """Ask the core for the next piece of the body."""
         self._plane.read_body(self.number)
 
     # --- the response -----------------------------------------------------------------------------

@@ -149,7 +149,6 @@ class PlaneRelay:
     # --- from its server --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the first steps."""
         if self._exchange.is_gone:
             self._finish(End.CLIENT_LEFT, None)
             return
@@ -210,11 +209,9 @@ class PlaneRelay:
         self._observer.on_first_byte(attempt, now - self._started_at)
 
     def on_progress(self, events: int) -> None:
-        """So many more events of a stream have passed."""
         self._observer.on_events(events)
 
     def on_beginning(self, data: bytes) -> None:
-        """A part of the beginning of the body has passed."""
         self._observer.on_beginning(data)
 
     def on_ended(

@@ -116,7 +116,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> str:
-        """The tenant of the request, where there may be several."""
         return self.question.tenant
 
     @property

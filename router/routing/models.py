@@ -181,7 +181,6 @@ class ModelSet:
         return self._models[found.base].names
 
     def tokenizers(self) -> dict[str, str]:
-        """Return the tokenizer of each configured model."""
         tokenizers = {
             name: tokenization.local
             for name, tokenization in self._tokenizations.items()

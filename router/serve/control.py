@@ -26,21 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class Decides(Protocol):
-    """Decides requests in the core; see `NativeDecisions`."""
+    """Decides requests in the core; `NativeDecisions` has what each call does."""
 
-    def under_way(self) -> int:
-        """Return how many of them are under way."""
-        raise NotImplementedError
-
-    def allow(self, most: int) -> None:
-        """Limit how many of them are under way from now on."""
-
-    def run(self, plane: DataPlane) -> Coroutine[Any, Any, None]:
-        """Keep the core's picture true, until cancelled."""
-        raise NotImplementedError
-
-    def stop(self, plane: DataPlane) -> None:
-        """Decide none any more."""
+    def under_way(self) -> int: ...
+    def allow(self, most: int) -> None: ...
+    def run(self, plane: DataPlane) -> Coroutine[Any, Any, None]: ...
+    def stop(self, plane: DataPlane) -> None: ...
 
 
 class ControlServer(uvicorn.Server):

@@ -90,7 +90,6 @@ class ReplicaFollower(ReplicaListener):
         self._forget_unserved_models()
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        """Follow the streams it has now."""
         self.planner.fleets.note_streams(replica)
         self._follow(replica, before, replica.sources)
 

@@ -122,7 +122,6 @@ class LocalTokenizer:
 
     @property
     def backend(self) -> TokenizerBackend:
-        """Return the library that tokenises."""
         return TokenizerBackend(
             "tokenizers" if self._native is None else "fastokens", self._why_not_native
         )

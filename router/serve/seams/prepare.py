@@ -50,13 +50,10 @@ MAX_HINTED = 16_384
 
 
 class Names(Protocol):
-    """Knows the names that the core serves."""
+    """Knows the names that the core serves; see `NativeDecisions`."""
 
-    def want(self, adapter: str) -> None:
-        """Have the core know an adapter that a request names."""
-
-    def hint_form(self, name: str) -> HintForm | None:
-        """The form of retention hints to the replicas of a name; None where they get none."""
+    def want(self, adapter: str) -> None: ...
+    def hint_form(self, name: str) -> HintForm | None: ...
 
 
 class _HintedPrompt(NamedTuple):
@@ -98,7 +95,7 @@ class _UnusualRequest(Exception):
 
 @dataclass(eq=False, repr=False)
 class Preparation:
-    """Belongs to one event loop."""
+    """Reads prompts as a `PromptPreparer`. Belongs to one event loop."""
 
     dispatcher: Dispatcher
     names: Names | None
@@ -130,13 +127,6 @@ class Preparation:
         return len(self._tasks)
 
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
-        """Read a prompt, and answer.
-
-        Args:
-            number: The request's, in the core.
-            path: Its place among `PREPARED`.
-            headers: Names in lower case; none where they do not matter.
-        """
         endpoint = PREPARED[path]
         begun = self._begin(endpoint.value, headers)
         if begun is not None:
@@ -152,7 +142,6 @@ class Preparation:
         self._tokenize(number, asked, functools.partial(self._place, number, body, asked))
 
     def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
-        """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
         try:
             key = self._asker(kind, headers)
             asked = self._read(Endpoint.ROUTE, key, headers, body)
@@ -176,13 +165,11 @@ class Preparation:
             model.count_outcome(lengths, source, settled.tokens[2])
 
     def hand_over(self, number: int) -> Begun | None:
-        """Return the state of a request that others serve from now on."""
         self._tokenising.discard(number)
         self._hinted.pop(number, None)
         return self._begun.pop(number, None)
 
     def left(self, number: int) -> None:
-        """The client has left before its request was placed."""
         begun = self.hand_over(number)
         if begun is not None:
             begun.left()

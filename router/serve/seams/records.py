@@ -26,12 +26,8 @@ from router.telemetry.sums import RequestSum
 class Prepared(Protocol):
     """Knows what was made for such requests; see `Preparation`."""
 
-    def begun(self, number: int) -> Begun | None:
-        """Return the state of a request that goes on."""
-        raise NotImplementedError
-
-    def settled(self, number: int, settled: Settled) -> None:
-        """A request that was placed has ended."""
+    def begun(self, number: int) -> Begun | None: ...
+    def settled(self, number: int, settled: Settled) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
