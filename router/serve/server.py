@@ -118,17 +118,31 @@ class RouterApp:
     """
 
     def __init__(self, service: RouterService) -> None:
-        self._logs_access = service.config.observability.access_log
-        paths = ProxiedPaths(service.config.server.extra_paths)
-        guard = _guard(service)
-        terms = _terms_reader(service)
-        self.gateway = Gateway(service, guard, paths, terms)
-        self.paths = paths
-        self.desk = _desk(service, terms)
+        config, admission, entrance = service.config, service.admission, service.entrance
+        self._logs_access = config.observability.access_log
+        self.paths = ProxiedPaths(config.server.extra_paths)
+        guard = Guard(
+            config.server,
+            lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+            service.key_limits.usages,
+            service.peer_key,
+        )
+        session_header = config.policy.session_header.encode()
+        terms = TermsReader(session_header, entrance, config.server.trust_client_rank)
+        self.gateway = Gateway(service, guard, self.paths, terms)
+        self.desk = Desk(
+            service.dispatcher,
+            service.observers,
+            admission,
+            entrance,
+            EngineOrder(config.overload),
+            service.reservations,
+            terms,
+        )
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
-        parts = ApiParts(service, guard, paths, service.reservations, render, traces)
+        parts = ApiParts(service, guard, self.paths, service.reservations, render, traces)
         self._api = _api(parts, self.desk, _with_picker(service.lifespan, self, service))
         self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
@@ -145,33 +159,6 @@ class RouterApp:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         await self._api(scope, receive, send)
-
-
-def _guard(service: RouterService) -> Guard:
-    return Guard(
-        service.config.server,
-        lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
-        service.key_limits.usages,
-        service.peer_key,
-    )
-
-
-def _terms_reader(service: RouterService) -> TermsReader:
-    config = service.config
-    session_header = config.policy.session_header.encode()
-    return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
-
-
-def _desk(service: RouterService, terms: TermsReader) -> Desk:
-    return Desk(
-        service.dispatcher,
-        service.observers,
-        service.admission,
-        service.entrance,
-        EngineOrder(service.config.overload),
-        service.reservations,
-        terms,
-    )
 
 
 def _api(parts: ApiParts, desk: Desk, lifespan: _Lifespan) -> FastAPI:
