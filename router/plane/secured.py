@@ -14,11 +14,11 @@ class NoTls(Exception):
 
 
 class PemFiles(NamedTuple):
-    """Paths of PEM files; None: no such file."""
+    """Paths of PEM files; empty: no such file."""
 
-    certificate: str | None = None
-    key: str | None = None
-    authorities: str | None = None
+    certificate: str = ""
+    key: str = ""
+    authorities: str = ""
 
 
 class Secured(NamedTuple):
@@ -39,14 +39,10 @@ class Secured(NamedTuple):
         Raises:
             NoTls: A file cannot be used.
         """
-        clients, replicas = (
-            tuple(name or "" for name in files or ())
-            for files in (towards_clients, towards_replicas)
-        )
         try:
             return cls(
-                TlsContext.for_clients(*clients) if clients else None,
-                TlsContext.for_servers(*replicas),
+                TlsContext.for_clients(*towards_clients) if towards_clients else None,
+                TlsContext.for_servers(*towards_replicas),
             )
         except ValueError as error:
             raise NoTls(str(error)) from None

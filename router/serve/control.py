@@ -220,4 +220,5 @@ class PlaneCertificates:
 def _pem_files(certificate: Certificate | None) -> PemFiles:
     if certificate is None:
         return PemFiles()
-    return PemFiles(certificate.certificate, certificate.key, certificate.authorities)
+    names = certificate.certificate, certificate.key, certificate.authorities
+    return PemFiles(*(name or "" for name in names))
