@@ -46,9 +46,8 @@ class ModelSet:
         self,
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
-        new_index: Callable[..., PrefixIndex] = PrefixIndex,
+        new_index: Callable[[], PrefixIndex] = PrefixIndex,
         large_work: LargeWork | None = None,
-        key_secret: bytes | None = None,
         versions: Versions | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
@@ -56,18 +55,15 @@ class ModelSet:
         Args:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
-            new_index: Makes the index of a model; `secret=` gives it the keys of all that have it.
-            key_secret: Routers with the same one have the same keys for prefixes; None: no other
-                router has.
+            new_index: Makes the index of a model.
             versions: The names that stand for several models.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
-        self._make_index = new_index
+        self._new_index = new_index
         self._large_work = large_work
         self.versions = versions or Versions()
-        self._key_secret = key_secret
         self._models: dict[str, Model] = {}
         self._tokenizations: dict[str, Tokenization] = {}
         self._names: dict[str, _NameTarget] = {}
@@ -227,10 +223,6 @@ class ModelSet:
         for adapter in config.lora_adapters:
             self._names[adapter] = _NameTarget(config.name, adapter)
         return None
-
-    def _new_index(self) -> PrefixIndex:
-        secret = self._key_secret
-        return self._make_index() if secret is None else self._make_index(secret=secret)
 
     def _at_replica(self, model: Model) -> Tokenization:
         return Tokenization(remote=self._remote(model.names))

@@ -117,7 +117,7 @@ class RouterService(RouterParts):
 
         Args:
             registry: Takes the metrics; None: a registry of their own.
-            new_index: Makes the index of a model; see `ModelSet`.
+            new_index: Makes the index of a model; takes a `secret` shared with other routers.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
@@ -198,12 +198,13 @@ class RouterService(RouterParts):
             self._upstream,
         )
         self.approximate = approximate_of(config, self.feed, self.mirror)
+        if self._secret is not None:  # all routers with it have the same keys for prefixes
+            new_index = functools.partial(new_index, secret=self._secret)
         self.models = ModelSet(
             config.models,
             tokenizers.ask_one_of,
             new_index,
             self._large_work,
-            self._secret,
             Versions(config.versioned_models),
         )
         self._make_snapshots()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,7 @@ from router.fleet.replica import Replica
 from router.fleet.types import KeyCounts
 from router.fleet.watchers import Watchers
 from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
@@ -55,7 +57,7 @@ class Party:
         self.registry = ReplicaRegistry(watchers, health, self.load, clock=lambda: self.now)
         self.registry.add(read_replica({"id": "r0", "url": "http://r0", "models": ["m"]}))
         self.quiet = QuietMoments(1.0)
-        self.models = ModelSet([], self._no_replica, key_secret=secret)
+        self.models = ModelSet([], self._no_replica, partial(PrefixIndex, secret=secret))
         self.models.discover("m")
         key = ClientKeyConfig(name="a", key="k", requests_per_minute=2)
         self.keys = KeyLimits([key])
