@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
@@ -43,8 +43,6 @@ from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
 from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
-
-_Ids = TypeVar("_Ids", list[Any], TokenIds)
 
 _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
@@ -230,10 +228,7 @@ def _generate(
         raise BadRequest("$.token_ids", describe(value), rule)
     if not value:
         raise BadRequest("$.token_ids", "an empty list", "must hold at least one token id")
-    if isinstance(value, array):
-        ids = _bounded(value, "$.token_ids")
-    else:
-        ids = _token_ids(value, "$.token_ids")
+    ids = _token_ids(value, "$.token_ids")
     features = optional_object(fields, "features", "$")
     if not features:
         return (TokenPrompt(ids),)
@@ -302,60 +297,43 @@ def _text_or_tokens(
     fields: Mapping[str, Any], name: str, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
     """Read one prompt or a batch, each a string or a list of token ids."""
-    place = f"$.{name}"
-    value = required(fields, name, "$", _PROMPT_RULE)
-    if isinstance(value, array):
-        return (TokenPrompt(_bounded(value, place), truncation),)
+    place, value = f"$.{name}", required(fields, name, "$", _PROMPT_RULE)
     add_special_tokens = is_true(fields.get("add_special_tokens", True))
-    if isinstance(value, str):
-        return (_text(value, place, truncation, add_special_tokens),)
-    if not isinstance(value, list):
-        raise BadRequest(place, describe(value), _PROMPT_RULE)
-    if not value:
+    if isinstance(value, list) and not value:
         raise BadRequest(place, "an empty list", "must hold at least one prompt or token id")
-    if not isinstance(value[0], (str, list)):
-        return (TokenPrompt(_token_ids(value, place), truncation),)
+    if not isinstance(value, list) or not isinstance(value[0], (str, list)):
+        return (_prompt(value, place, _PROMPT_RULE, truncation, add_special_tokens),)
     if len(value) > MAX_PROMPTS:
         raise BadRequest(place, describe(value), f"must have at most {MAX_PROMPTS} prompts")
+    rule = "must be a string or a list of token ids"
     return tuple(
-        _batch_item(item, f"{place}[{index}]", truncation, add_special_tokens)
+        _prompt(item, f"{place}[{index}]", rule, truncation, add_special_tokens)
         for index, item in enumerate(value)
     )
 
 
-def _batch_item(
+def _prompt(
     value: object,
     place: str,
+    rule: str,
     truncation: Truncation | None,
     add_special_tokens: bool,
 ) -> Prompt:
-    if isinstance(value, str):
-        return _text(value, place, truncation, add_special_tokens)
-    if isinstance(value, list):
+    if isinstance(value, (list, array)):
         return TokenPrompt(_token_ids(value, place), truncation)
-    raise BadRequest(place, describe(value), "must be a string or a list of token ids")
+    if not isinstance(value, str):
+        raise BadRequest(place, describe(value), rule)
+    if len(value) > MAX_PROMPT_CHARS:
+        raise BadRequest(place, describe(value), f"must have at most {MAX_PROMPT_CHARS} characters")
+    return TextPrompt(value, add_special_tokens, truncation)
 
 
-def _text(
-    text: str,
-    place: str,
-    truncation: Truncation | None,
-    add_special_tokens: bool,
-) -> TextPrompt:
-    if len(text) > MAX_PROMPT_CHARS:
-        raise BadRequest(place, describe(text), f"must have at most {MAX_PROMPT_CHARS} characters")
-    return TextPrompt(text, add_special_tokens, truncation)
-
-
-def _bounded(ids: _Ids, place: str) -> _Ids:
-    if len(ids) > MAX_PROMPT_TOKENS:
-        found, most = f"a list of {len(ids)} items", MAX_PROMPT_TOKENS
-        raise BadRequest(place, found, f"must have at most {most} token ids")
-    return ids
-
-
-def _token_ids(values: list[Any], place: str) -> TokenIds:
-    _bounded(values, place)
+def _token_ids(values: list[Any] | TokenIds, place: str) -> TokenIds:
+    if len(values) > MAX_PROMPT_TOKENS:
+        found = f"a list of {len(values)} items"
+        raise BadRequest(place, found, f"must have at most {MAX_PROMPT_TOKENS} token ids")
+    if isinstance(values, array):
+        return values
     # The array takes true for 1, so the types are looked at first; both run in C over the whole
     # list. Engines take 1.0 for 1.
     types = set(map(type, values))
