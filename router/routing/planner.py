@@ -181,18 +181,14 @@ class RoutePlanner:
         excluded = [_candidate(fields, obstacle) for fields, obstacle in found.excluded()]
         return self._ordered(found, asked) if len(found) else (), excluded
 
-    def obstacle(self, replica: Replica, tenant: str = "") -> str | None:
-        """Why a replica cannot take a request that failed elsewhere; None if it can."""
+    def obstacle(self, replica: Replica, tenant: str = "", is_new: bool = False) -> str | None:
+        """Why a replica cannot take a request that failed elsewhere, or is new; None if it can."""
         load = self._known.load.look_at(replica.id)
-        return "removed" if replica.removed else replica.obstacle(load, False, tenant)
+        return "removed" if replica.removed else replica.obstacle(load, is_new, tenant)
 
     def have_room(self, replicas: Iterable[Replica], tenant: str = "") -> bool:
         """Return whether one of *replicas* would be ranked for a new request."""
-        load_at = self._known.load.look_at
-        return any(
-            not replica.removed and replica.obstacle(load_at(replica.id), tenant=tenant) is None
-            for replica in replicas
-        )
+        return any(self.obstacle(each, tenant, is_new=True) is None for each in replicas)
 
     @property
     def asks_a_plug_in(self) -> bool:
