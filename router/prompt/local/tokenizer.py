@@ -9,7 +9,6 @@ interpreter lock.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -49,15 +48,13 @@ class TokenizerBackend(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """How a tokenizer works, and counts since the start."""
+    """How a tokenizer works."""
 
     backend: TokenizerBackend
     """The library's tokenizer."""
     obstacle: str | None
     """Why the tokenizer's rules forbid cutting texts, so that no cache can help; None where texts
     are cut, or need not be."""
-    encoded_chars: int
-    """Characters that the tokenizer ran over; the others came from the cache."""
     cache: SegmentCacheStatistics | None
     """The segment cache; None where fastokens does without."""
 
@@ -113,8 +110,6 @@ class LocalTokenizer:
         else:
             self._native, self._obstacle = native, None
         self._renderer = ChatRenderer(files, chat_template, now)
-        self._lock = threading.Lock()
-        self._encoded_chars = 0
         self._end_finder = self._make_end_finder(backend)
         del backend
         _give_back_memory()
@@ -152,10 +147,8 @@ class LocalTokenizer:
             UntokenizableError: Too many ids.
         """
         prompt = prepared.prompt
-        ids, chars = self._encode(prepared)
-        with self._lock:
-            self._encoded_chars += chars
-        ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
+        ends = self._ends if prompt.add_special_tokens else None
+        ids = truncate(self._encode(prepared), prompt.truncation, ends)
         if len(ids) > MAX_PROMPT_TOKENS:
             raise UntokenizableError("prompt_too_long")
         return ids
@@ -176,7 +169,7 @@ class LocalTokenizer:
 
     def statistics(self) -> LocalStatistics:
         cache = self._library.statistics() if self._library else None
-        return LocalStatistics(self.backend, self._obstacle, self._encoded_chars, cache)
+        return LocalStatistics(self.backend, self._obstacle, cache)
 
     def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
         # Where special tokens depend on the text, only the library knows them.
@@ -195,7 +188,7 @@ class LocalTokenizer:
             assert self._native is not None
             return len(self._native.encode(text))
         salt = prepared.looked_up.keys[0][0]
-        return len(self._library.join(self._library.look_up(text, salt))[0])
+        return len(self._library.join(self._library.look_up(text, salt)))
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
         if self._obstacle == RANDOM_MODEL:
@@ -215,17 +208,16 @@ class LocalTokenizer:
             raise UntokenizableError("media")
         return text[: starts[-1]]
 
-    def _encode(self, prepared: PreparedPrompt) -> tuple[TokenIds, int]:
-        """Return the ids, and how many characters the tokenizer ran over."""
+    def _encode(self, prepared: PreparedPrompt) -> TokenIds:
         adds_special_tokens = prepared.prompt.add_special_tokens
         if prepared.looked_up is None or self._library is None:
             assert self._native is not None
-            ids, chars = self._native.encode(prepared.text), len(prepared.text)
+            ids = self._native.encode(prepared.text)
         elif adds_special_tokens and self._ends is None:
-            return self._library.encode_whole(prepared.text), len(prepared.text)
+            return self._library.encode_whole(prepared.text)
         else:
-            ids, chars = self._library.join(prepared.looked_up)
-        return self._ends.around(ids) if adds_special_tokens and self._ends else ids, chars
+            ids = self._library.join(prepared.looked_up)
+        return self._ends.around(ids) if adds_special_tokens and self._ends else ids
 
 
 def _give_back_memory() -> None:
