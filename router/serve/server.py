@@ -328,7 +328,7 @@ def _control_server(
         _announce(listener, config)
 
     server.on_listening = listens
-    service.on_give_up(plane.give_up)
+    service.follower.give_up = plane.give_up
     service.count_connections = plane.counts
     return server
 

@@ -151,7 +151,7 @@ class RouterService(RouterParts):
         self._make_routing()
         self._watchers.decisions = self.planner.decider.decisions
         self._make_observation()
-        self.registry.subscribe(self._follower)
+        self.registry.subscribe(self.follower)
         self.exchange = None if self.board is None else self._make_exchange(self.board)
         self._exchanging: asyncio.Task[None] | None = None
 
@@ -252,11 +252,6 @@ class RouterService(RouterParts):
         )
         self.proxy = PlaneProxy(proxy_timeouts(config), retry_limits(config), self.shortages.note)
 
-    def on_give_up(self, call: Callable[[str, float], None]) -> None:
-        """Have *call* end the requests at a replica that does not respond: by the key of its
-        origin, and the least silence of a stream in seconds."""
-        self._follower.give_up = call
-
     def _cache_counts(self) -> dict[str, BlockCounts]:
         """Return the blocks that the caches of each replica hold and have lost."""
         held = {replica.id: 0 for replica in self.registry.replicas()}
@@ -288,7 +283,7 @@ class RouterService(RouterParts):
             shortages=self.shortages,
             taps=self.feed.taps,
         )
-        self._follower = ReplicaFollower(
+        self.follower = ReplicaFollower(
             registry=self.registry,
             models=self.models,
             entrance=self.entrance,
@@ -300,7 +295,7 @@ class RouterService(RouterParts):
         )
         doors = self.config.doors
         self.reservations = Reservations(doors.max_reservations, doors.reservation_idle_s)
-        self._follower.on_gone = self.reservations.replica_gone
+        self.follower.on_gone = self.reservations.replica_gone
 
     def _make_snapshots(self) -> None:
         """Make the parts that restore snapshots of caches and write them."""
@@ -366,7 +361,7 @@ class RouterService(RouterParts):
         events = self.config.events
         if events.listen is not None:
             self.feed.listen(events.listen, events.listen_ranks)
-        self._follower.start()
+        self.follower.start()
         self.history.start()
         if self.exchange is not None:
             consequence = "nothing arrives from other routers any more"
@@ -410,7 +405,7 @@ class RouterService(RouterParts):
         await self.keeper.close()
         await self.registry.close()
         await self.tokenizer_check.close()
-        await self._follower.close()
+        await self.follower.close()
         await self.feed.close()
         self._probes.close()
         await self._upstream.close()
