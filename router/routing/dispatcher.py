@@ -104,8 +104,12 @@ class Dispatcher:
         if endpoint is None:
             model, body = await self._model_in(body, terms.salt)
             return self.dispatch_by_load(model, body, terms, needs_model=needs_model)
-        spec, body = await self._parse(endpoint, body, encoding, terms.secret)
-        body = _owned(spec, body, terms.owner)
+        if len(body) <= INLINE_BODY_BYTES:
+            return await self._decide_later(self.read(endpoint, body, terms, encoding))
+        spec, changed = await self._read_large(
+            read_request, body, endpoint, encoding, terms.secret, self.owns_priority
+        )
+        body = body if changed is None else changed
         return await self._decide_later(self._asked(spec, body, terms))
 
     def dispatch_now(
@@ -119,21 +123,24 @@ class Dispatcher:
         coroutine. See `dispatch`."""
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
             return self.dispatch(endpoint, body, terms, encoding)
-        if encoding == "json":
-            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
-        spec, body = self._read(endpoint, body, encoding, terms.secret)
-        body = _owned(spec, body, terms.owner)
-        return self._decide_now(self._asked(spec, body, terms))
+        return self._decide_now(self.read(endpoint, body, terms, encoding))
 
-    def read(self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS) -> Asked:
-        """Return what a JSON body asks for, without a decision: as `dispatch_now` reads it.
+    def read(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        terms: Terms = NO_TERMS,
+        encoding: Literal["json", "msgpack"] = "json",
+    ) -> Asked:
+        """Return what a body asks for, without a decision.
 
         Raises:
             RequestError: As `dispatch`.
         """
-        body = body.removeprefix(codecs.BOM_UTF8)
-        spec, body = self._read(endpoint, body, "json", terms.secret)
-        return self._asked(spec, body, terms)
+        if encoding == "json":
+            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
+        spec, changed = read_request(body, endpoint, encoding, terms.secret, self.owns_priority)
+        return self._asked(spec, body if changed is None else changed, terms)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
@@ -183,6 +190,7 @@ class Dispatcher:
         return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
 
     def _asked(self, spec: PromptSpec, body: bytes, terms: Terms) -> Asked:
+        body = _owned(spec, body, terms.owner)
         session, named = terms.session or spec.session, spec.model
         if named and terms.check_model is not None:
             terms.check_model(named)
@@ -441,31 +449,6 @@ class Dispatcher:
             splits = self.prefill_min_uncached_tokens > 0
             found = self._served[asked] = Serving.of(serving, splits)
         return found
-
-    async def _parse(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        encoding: Literal["json", "msgpack"],
-        tenant_salt: bytes | None,
-    ) -> tuple[PromptSpec, bytes]:
-        """Return what the body asks for, and the body to send; see `read_request`."""
-        if len(body) <= INLINE_BODY_BYTES:
-            return self._read(endpoint, body, encoding, tenant_salt)
-        spec, changed = await self._read_large(
-            read_request, body, endpoint, encoding, tenant_salt, self.owns_priority
-        )
-        return spec, body if changed is None else changed
-
-    def _read(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        encoding: Literal["json", "msgpack"],
-        tenant_salt: bytes | None,
-    ) -> tuple[PromptSpec, bytes]:
-        spec, changed = read_request(body, endpoint, encoding, tenant_salt, self.owns_priority)
-        return spec, body if changed is None else changed
 
     async def _read_large(
         self, read: Callable[..., _Result], body: bytes, *arguments: object
