@@ -79,7 +79,7 @@ VLLM_LAYOUTS = {
 }
 """The same in vLLM's words."""
 BLOCKS = {"swa, swa, full": 700, "full": 420, "mamba hybrid": 600, "gptoss": 560, "gemma": 2000}
-"""Of a starved cache, which evicts all the time."""
+"""The blocks of a starved cache, which evicts all the time."""
 AMPLE = 8
 """An ample one has so many times as many."""
 
@@ -118,7 +118,7 @@ class Predicted:
     at_decision: int
     at_admission: int
     found: int = 0
-    """By the engine."""
+    """The prompt tokens that the engine found cached."""
 
 
 def _play(layout: str, blocks: int, options: argparse.Namespace, seed: int) -> list[Predicted]:
@@ -134,7 +134,8 @@ def _play(layout: str, blocks: int, options: argparse.Namespace, seed: int) -> l
 
 
 def conversations_and_questions(conversations: int, documents: int, seed: int) -> list[list[int]]:
-    """Turns that extend the last ones, in rounds, and questions about documents, close together."""
+    """Return turns that extend the last ones, in rounds, and questions about documents, close
+    together."""
     chance = random.Random(seed)
     systems = [_tokens(chance, 150, 400) for _ in range(SYSTEM_PROMPTS)]
     planned = []
@@ -177,11 +178,11 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step did for a request that got a token."""
+    """The result of a step for a request that got a token."""
 
     name: str
     cached_tokens: int | None
-    """Of its prompt; None where it is not told again."""
+    """The cached tokens of its prompt; None where they are not reported again."""
     is_over: bool
 
 
@@ -192,12 +193,12 @@ class Replica(Protocol):
         """Queue a request now."""
 
     def gauges(self) -> tuple[int, int, float]:
-        """Requests running, requests waiting, and the share of the blocks that they hold."""
+        """Return requests running, requests waiting, and the share of the blocks that they hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a replica is put into."""
+    """The surroundings that a replica is put into."""
 
     name: str
     timeline: Timeline
@@ -221,7 +222,7 @@ def _offload(layout: str, blocks: int) -> MakeReplica:
 
 
 class OffloadReplica:
-    """One of `offload`."""
+    """A replica with `offload`."""
 
     def __init__(self, config: ReplicaConfig, around: Surroundings) -> None:
         self._take = around.take
@@ -273,7 +274,7 @@ def _vllm(layout: str, blocks: int, is_announced: bool) -> MakeReplica:
 
 
 class VllmsReplica:
-    """One with vLLM's scheduler."""
+    """A replica with vLLM's scheduler."""
 
     def __init__(self, layout: interop.Layout, blocks: int, around: Surroundings) -> None:
         self._take, self._timeline = around.take, around.timeline

@@ -111,7 +111,7 @@ async def _complete(port: int, model: str, number: int) -> None:
 
 
 async def _until_all_count(asked: Sequence[HttpClient], replica: str, requests: int) -> float:
-    """Seconds until every router counts so many requests at a replica."""
+    """Return the seconds until every router counts so many requests at a replica."""
     began = time.perf_counter()
     waiting = list(asked)
     while waiting:

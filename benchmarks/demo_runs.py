@@ -40,13 +40,13 @@ class Run:
 
     @property
     def is_ahead(self) -> bool:
-        """Of both blind ways."""
+        """Return whether exact routing is ahead of both blind ways."""
         blind = [gain for way, gain in self.gains.items() if way.startswith("blind")]
         return len(blind) == 2 and all(tokens > 1 > ttft for tokens, ttft in blind)
 
 
 def run_once() -> Run:
-    """One demo, with everything set up before."""
+    """Run one demo, with everything set up before."""
     cpu_before, started = _cpu_of_children_s(), time.monotonic()
     printed = subprocess.run(["make", "--silent", "demo"], stdout=subprocess.PIPE, check=True)
     wall_s = time.monotonic() - started
@@ -93,7 +93,7 @@ def _report(name: str, runs: list[Run]) -> None:
 
 
 def _range(values: list[float], digits: int) -> list[float]:
-    """The least and the most."""
+    """Return the least and the most."""
     return [round(min(values), digits), round(max(values), digits)]
 
 

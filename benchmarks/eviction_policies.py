@@ -90,13 +90,13 @@ def _zipf_with_scans(accesses: int, blocks: int, capacity: int) -> Trace:
 
 
 def _loop(accesses: int, _blocks: int, capacity: int) -> Trace:
-    """A quarter more blocks than fit, accessed in turn."""
+    """A quarter more blocks than fit are accessed in turn."""
     return [[turn % (capacity * 5 // 4)] for turn in range(accesses)]
 
 
 def _shifting(accesses: int, blocks: int, capacity: int) -> Trace:
-    """Five working sets in turn, each as large as the capacity, with a tenth of one-time
-    blocks."""
+    """Five working sets are accessed in turn, each as large as the capacity, with a tenth of
+    one-time blocks."""
     draw = Random(2)
     passing = itertools.count(10 * capacity + blocks)
     phases = (turn * 5 // accesses for turn in range(accesses))
@@ -195,7 +195,8 @@ def _evict_furthest(next_use: dict[int, int], furthest: list[tuple[int, int]]) -
 
 
 def _next_uses(accesses: list[int]) -> list[int]:
-    """For every access, the index of the next one to its block; past the end if there is none."""
+    """Return for every access the index of the next one to its block; past the end if there is
+    none."""
     following: dict[int, int] = {}
     uses = []
     for now in range(len(accesses) - 1, -1, -1):

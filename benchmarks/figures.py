@@ -32,19 +32,19 @@ def report(question: str, **figures: Any) -> None:
 
 
 def median_seconds(action: Callable[[], object], repeats: int) -> float:
-    """Median time of *action* over *repeats* runs."""
+    """Return the median time of *action* over *repeats* runs."""
     return statistics.median(_timed(action) for _ in range(repeats))
 
 
 def processor_seconds(action: Callable[[], object]) -> float:
-    """Time that the processor spends on *action*: other processes do not count."""
+    """Return the time that the processor spends on *action*: other processes do not count."""
     start = time.process_time()
     action()
     return time.process_time() - start
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """The slope of the least-squares line through *points*."""
+    """Return the slope of the least-squares line through *points*."""
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
@@ -57,14 +57,14 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def prompt_tokens(count: int, seed: int = 0) -> list[int]:
-    """A prompt of *count* tokens that shares no block with another seed's."""
+    """Return a prompt of *count* tokens that shares no block with another seed's."""
     return [(seed * 1_000_003 + position * 7919) % 128_000 for position in range(count)]
 
 
 def stored_events(
     tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
 ) -> Iterator[BlockStored]:
-    """Events without holes that announce a prompt in runs of *blocks_per_event*."""
+    """Yield events without holes that announce a prompt in runs of *blocks_per_event*."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
         last = min(first + blocks_per_event, total)
@@ -84,7 +84,7 @@ def stored_events(
 def removed_events(
     tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
 ) -> Iterator[BlockRemoved]:
-    """The removals of the blocks that `stored_events` announces."""
+    """Yield the removals of the blocks that `stored_events` announces."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
         yield BlockRemoved(
@@ -98,7 +98,7 @@ def removed_events(
 
 
 def block_hash(seed: int, index: int) -> int:
-    """A 64-bit hash, as an engine would compute it for the block."""
+    """Return a 64-bit hash, as an engine would compute it for the block."""
     return hash((seed, index, "block")) & (2**64 - 1)
 
 
@@ -107,7 +107,8 @@ def filled_index(
     tokens: list[int],
     groups: int = 2,
 ) -> PrefixIndex:
-    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every group.
+    """Return an index in which replica i holds the first (i + 1) / replicas of a prompt, in every
+    group.
 
     Args:
         replicas: How many.

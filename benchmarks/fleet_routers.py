@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def conversations(count: int) -> list[list[list[int]]]:
-    """Ids of the prompts of each conversation, turn by turn, behind one of a few instructions."""
+    """Return the ids of the prompts of each conversation, turn by turn, behind one of a few
+    instructions."""
     random, found = Random(3), []
     fresh = itertools.count(100)
     while sum(map(len, found)) < count:
@@ -136,7 +137,7 @@ async def _converse(
     turns: Sequence[list[int]],
     pause_s: float,
 ) -> list[tuple[int, int]]:
-    """Of each turn what was predicted, and what was reused."""
+    """Return the tokens predicted and the tokens reused in each turn."""
     found = []
     async with room:
         for prompt in turns:

@@ -39,7 +39,7 @@ _STREAM_SHARE = 0.2
 
 
 class Slice(msgspec.Struct):
-    """What the requests so far left behind."""
+    """The figures that the requests so far left behind."""
 
     requests: int
     errors: int
@@ -87,7 +87,7 @@ class Pods:
 
 
 def _kinds(text_share: float) -> list[tuple[float, Prompts]]:
-    """Prompts, and the share of the time for which each kind is sent."""
+    """Return prompts of each kind, and the share of the time for which they are sent."""
     found = []
     for share, prompts in ((1 - text_share, id_prompts), (text_share, text_prompts)):
         found.append((share * (1 - _STREAM_SHARE), prompts(1)))

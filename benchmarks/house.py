@@ -54,7 +54,7 @@ def _room(name: str) -> str:
 
 
 def _imported(path: Path, known: Mapping[str, Path]) -> set[str]:
-    """The files of the router that one imports, wherever in it."""
+    """Return the files of the router that one imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -74,7 +74,7 @@ def _merged(files: Graph, room_of: Callable[[str], str]) -> Graph:
 
 
 def _longest(graph: Graph) -> int:
-    """How many stand on each other at most. An arrow that closes a circle is left out."""
+    """Return how many stand on each other at most. An arrow that closes a circle is left out."""
 
     heights: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""What does a router cost that nobody asks, and how soon is it ready?
+"""What does an idle router cost, and how soon is it ready?
 
     python -m benchmarks.idle --replicas 64 --seconds 30
 

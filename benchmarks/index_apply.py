@@ -25,7 +25,7 @@ from router.index.index import PrefixIndex
 
 
 class HashHolders:
-    """What a router without groups keeps: block hash -> replicas."""
+    """The state of a router without groups: block hash -> replicas."""
 
     def __init__(self) -> None:
         self.holders: dict[int | bytes, set[str]] = {}

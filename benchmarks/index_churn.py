@@ -38,7 +38,7 @@ from tests.support.index import blocks_held
 _RUN = 32
 """Blocks of a run."""
 _RARE = 0.0005
-"""How likely each of the rare operations is at a step."""
+"""The probability of each of the rare operations at a step."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Sample:
     blocks: int
     """Held on all GPUs, counted by source and group."""
     table_bytes: int
-    """Of the index."""
+    """The bytes of the index's tables."""
     resident_bytes: int
-    """Of the process."""
+    """The bytes of the process."""
 
 
 class Churn:
@@ -95,7 +95,7 @@ class Churn:
         return self.sample()
 
     def sample(self) -> Sample:
-        """The state now."""
+        """Return the state now."""
         core = getattr(self._index, "core", None)
         blocks = sum(blocks_held(self._index, source) for source in self._held)
         return Sample(self.operations, blocks, core.sizes()[1] if core else 0, _resident_bytes())
@@ -139,7 +139,8 @@ class Churn:
         )
 
     def _stored(self) -> Iterator[Event]:
-        """A run in both groups; seldom behind a parent that is not known, or offloaded as well."""
+        """Yield a run in both groups; seldom behind a parent that is not known, or offloaded as
+        well."""
         if self._rng.random() < 0.5:
             self._last = self._rng.randrange(self._runs * 8)
         else:

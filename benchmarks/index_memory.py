@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _bytes_used(blocks: int, replicas: int, groups: int, is_shared: bool) -> int:
-    """What the tables and nodes take."""
+    """Return the bytes that the tables and nodes take."""
     index = PrefixIndex()
     for replica in range(replicas):
         seed = 0 if is_shared else replica

@@ -35,11 +35,11 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Ring:
-    """What the publisher holds before the first router comes."""
+    """The batches that the publisher holds before the first router comes."""
 
     batches: int
     tokens: int
-    """Of each batch: one request's prompt."""
+    """The tokens of each batch: one request's prompt."""
     replay_hwm: int | None = None
     """Replies that may wait for a router; None: as vLLM sets it."""
 
@@ -50,7 +50,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far one router came."""
+    """The progress of one router."""
 
     state: str
     blocks: int
@@ -115,7 +115,7 @@ async def follow_late(ring: Ring, routers: int, limit_s: float = 120.0) -> list[
 
 @contextmanager
 def _publisher(ring: Ring) -> Iterator[tuple[str, str]]:
-    """The addresses of a publisher in a process of its own, with a full ring."""
+    """Yield the addresses of a publisher in a process of its own, with a full ring."""
     spawning = multiprocessing.get_context("spawn")
     ports = _free_port(), _free_port()
     is_full = spawning.Event()

@@ -33,7 +33,7 @@ _PACE = re.compile(rb'"pace_ms":([0-9]+),"tokens":([0-9]+)')
 
 @dataclass(slots=True)
 class Load:
-    """What a run measured."""
+    """The measurements of a run."""
 
     seconds: float = 0.0
     errors: int = 0
@@ -44,7 +44,7 @@ class Load:
         return len(self.latencies) / self.seconds
 
     def quantile(self, share: float) -> float:
-        """The latency at a quantile, in seconds."""
+        """Return the latency at a quantile, in seconds."""
         ordered = sorted(self.latencies)
         return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
@@ -140,7 +140,7 @@ async def _run(
 
 @dataclass(slots=True)
 class PacedLoad:
-    """What a run of paced streams measured; seconds."""
+    """The measurements of a run of paced streams; seconds."""
 
     first_tokens: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)

@@ -33,7 +33,7 @@ from benchmarks.simulation.contract import Account
 from benchmarks.simulation.outcome import percentile
 from benchmarks.simulation.routing import LEAST_DELAY, SimulatedRouter
 from benchmarks.simulation.time_model import AcceleratorTime
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.fleet.line import place_of
 from tests.interop.layouts import full, layout
 
@@ -57,15 +57,15 @@ ENGINE = "engine"
 
 @dataclass(slots=True)
 class Arrival:
-    """One request, and what became of it."""
+    """One request and its outcome."""
 
     at_s: float
     tokens: list[int]
     output_tokens: int
     uncached: int = 0
-    """As the router expected it."""
+    """The tokens that the router expected to be computed."""
     computed: int = 0
-    """As it was."""
+    """The tokens that were computed."""
     first_s: float = 0.0
     account: Account | None = None
 
@@ -79,7 +79,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is asked."""
+    """The requests that are sent."""
 
     document_tokens: int
     load: float
@@ -105,7 +105,7 @@ class Mix:
         return found
 
     def _prompts(self, random: Random) -> Iterator[tuple[bool, list[int]]]:
-        """Prompts, and whether they begin with a document."""
+        """Yield prompts, and whether they begin with a document."""
         documents = [_text(random, self.document_tokens) for _ in range(DOCUMENTS_AT_A_TIME)]
         for _ in range(self.requests):
             kind = random.random()
@@ -132,7 +132,7 @@ class Engine:
     """vLLM's scheduler in virtual time, behind the router's decision code."""
 
     priority_of: Callable[[Arrival], float] | None
-    """None: as they come."""
+    """None means in the order of their arrival."""
     blocks: int
     long_prefill_tokens: int = 0
     now_s: float = 0.0
@@ -191,7 +191,7 @@ ORDERS = ("fcfs", "uncached", "aged", "length", "aged_length")
 
 
 def order_of(name: str, ageing_tokens_per_s: float) -> Callable[[Arrival], float] | None:
-    """What an order makes of a request."""
+    """Return the function by which an order gives a request its priority; None: as they come."""
 
     def aged(tokens: int, arrival: Arrival) -> float:
         return place_of(tokens, arrival.at_s, ageing_tokens_per_s)
@@ -232,7 +232,8 @@ class Times:
 
 
 def _of_tenth(arrivals: Sequence[Arrival], key: Callable[[Arrival], int]) -> float:
-    """The mean of the tenth with the highest keys, and of those that equal the last one of it."""
+    """Return the mean of the tenth with the highest keys, and of those that equal the last one of
+    it."""
     least = sorted(map(key, arrivals))[-max(1, len(arrivals) // 10)]
     return statistics.fmean(arrival.ttft_s for arrival in arrivals if key(arrival) >= least)
 

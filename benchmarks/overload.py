@@ -32,7 +32,7 @@ from tests.support.router_process import RouterProcess, router_process
 
 MIB = 1024 * 1024
 PROMPT_TOKENS, RESPONSE_TOKENS = 150, 50
-"""On average; both are spread widely."""
+"""These are averages; both are spread widely."""
 _PATIENCE_S = 600
 
 
@@ -42,7 +42,7 @@ class Flow(NamedTuple):
     tenant: str
     priority: str
     load: float
-    """Of the capacity."""
+    """The load as a multiple of the capacity."""
 
 
 OVERLOAD = (
@@ -92,12 +92,12 @@ class Fleet:
 
 @dataclass
 class Outcome:
-    """What became of the requests of one phase."""
+    """The outcome of the requests of one phase."""
 
     sent: Counter[str] = field(default_factory=Counter)
     served: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
-    """Of those that were served within the measured time."""
+    """The tokens of those that were served within the measured time."""
     refused: Counter[tuple[str, int]] = field(default_factory=Counter)
     untold: int = 0
     """Refused without a time to come back."""
@@ -169,8 +169,8 @@ class Clients:
 
 
 def fair_shares(flows: Sequence[Flow]) -> dict[str, float]:
-    """Of the capacity, by tenant: those of high priority get what they ask for, and the others what
-    is left, nobody more than it asks for (max-min)."""
+    """Return each tenant's fair share of the capacity: those of high priority get what they ask
+    for, the others share what is left, and none gets more than it asks for (max-min)."""
     shares = {flow.tenant: flow.load for flow in flows if flow.priority == "high"}
     left = 1.0 - sum(shares.values())
     waiting = sorted((flow for flow in flows if flow.priority != "high"), key=lambda f: f.load)
@@ -181,7 +181,7 @@ def fair_shares(flows: Sequence[Flow]) -> dict[str, float]:
 
 
 def config(options: argparse.Namespace) -> dict[str, Any]:
-    """Of the router."""
+    """Return the router's configuration."""
     overload = {
         "priority_header": "x-priority",
         "tenant_header": "x-tenant",

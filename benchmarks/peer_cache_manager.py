@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 PREFILL_TOKENS = 8192
 HELD_PROMPTS = 2
-"""How many prompts the pool holds. One more than that take turns, so each finds its blocks
+"""The pool holds so many prompts. One more than that take turns, so each finds its blocks
 evicted."""
 
 
@@ -180,8 +180,8 @@ def _lookups(peer: Peer, tokens: int) -> Callable[[], None]:
 
 
 def _medians(actions: Sequence[Callable[[], None]], seconds: float) -> list[float]:
-    """The median time of each; they take turns, so that other load on the machine affects all of
-    them."""
+    """Return the median time of each; they take turns, so that other load on the machine affects
+    all of them."""
     # Engines freeze objects that live as long as they do: the garbage collector then skips the
     # blocks of both managers.
     gc.collect()

@@ -47,7 +47,7 @@ RESET = "reset while it sent"
 
 
 class Bounds(NamedTuple):
-    """What the router is configured to allow."""
+    """The limits that the router is configured with."""
 
     streams: int = 16_384
     reservations: int = 16_384
@@ -73,7 +73,7 @@ class Bounds(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What the attackers know of it."""
+    """The attackers' knowledge of the router."""
 
     address: str
     model: str
@@ -83,7 +83,7 @@ class Target(NamedTuple):
 # --- the attackers --------------------------------------------------------------------------------
 
 Attack = Callable[[Any, "Target"], Coroutine[Any, Any, str]]
-"""What a stream does; returns what it was told."""
+"""The behaviour of a stream; it returns what the stream was answered."""
 
 
 async def _silent(call: Any, _target: Target) -> str:
@@ -131,7 +131,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def _say(call: Any, *messages: Any) -> bool:
-    """Whether all could be said; else the other side has ended it, and why is to be read."""
+    """Return whether all could be sent; else the other side has ended it, and why is to be read."""
     try:
         for message in messages:
             await call.write(message)
@@ -146,7 +146,7 @@ def _question(target: Target) -> tuple[Any, Any]:
 
 
 async def _told(call: Any) -> str:
-    """The first refusal, or that the stream was ended without one."""
+    """Return the first refusal, or that the stream was ended without one."""
     told = ""
     while (answer := await call.read()) is not grpc.aio.EOF:
         told = told or _name(answer)
@@ -164,7 +164,7 @@ def _name(answer: Any) -> str:
 
 
 async def _attack(name: str, target: Target, streams: int, over: Connection) -> None:
-    """Run all streams, and say what each was told."""
+    """Run all streams, and return what each was answered."""
     async with contextlib.AsyncExitStack() as stack:
         connections = [
             await stack.enter_async_context(picker_streams(target.address))
@@ -235,7 +235,7 @@ class _Watch:
 
 
 def open_files(router: RouterProcess) -> int:
-    """How many it has open."""
+    """Return how many files it has open."""
     return len(os.listdir(f"/proc/{router.process.pid}/fd"))
 
 

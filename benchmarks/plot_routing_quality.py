@@ -104,7 +104,8 @@ def _filled(table: str, marks: re.Match[str]) -> str:
 
 
 def claims_table(lines: Sequence[Line]) -> str:
-    """Ours relative to the policy before it, and to the best blind index, in each situation."""
+    """Return our figures relative to those of the policy before it, and to the best blind index, in
+    each situation."""
     rows = []
     for situation in situations(lines):
         here = within(lines, situation)
@@ -133,7 +134,7 @@ def claims_table(lines: Sequence[Line]) -> str:
 
 
 def _floor(lines: Sequence[Line]) -> str:
-    """What the floor is relative to the policy before ours, in the same runs."""
+    """Return the floor relative to the policy before ours, in the same runs."""
     ours = {line["seed"]: line.get("floor_mean_ms") for line in lines if line["policy"] == OURS}
     before = {line["seed"]: line[MEAN] for line in lines if line["policy"] == BEFORE}
     found = [(ours[seed], mean) for seed, mean in before.items() if ours.get(seed)]
@@ -141,7 +142,7 @@ def _floor(lines: Sequence[Line]) -> str:
 
 
 def predictions_table(lines: Sequence[Line]) -> str:
-    """How many of our predictions are exact: of what is cached now, and of what will be."""
+    """Return how many of our predictions are exact: of what is cached now, and of what will be."""
     rows = []
     for situation in situations(lines):
         own = [line for line in within(lines, situation) if line["policy"] == OURS]
@@ -156,7 +157,7 @@ def predictions_table(lines: Sequence[Line]) -> str:
 
 
 def extent(lines: Sequence[Line]) -> str:
-    """How much was run."""
+    """Return how much was run."""
     counts = sorted({line["requests"] for line in lines})
     ours = [line for line in lines if line["policy"] == OURS]
     seeds = sorted({len(within(ours, situation)) for situation in situations(ours)})
@@ -175,7 +176,7 @@ def _cell(lines: Sequence[Line], other: str | None, figure: str) -> str:
 
 
 def sensitivity_table(lines: Sequence[Line]) -> str:
-    """What it costs to misjudge something: times relative to the policy as it is."""
+    """Return what it costs to misjudge something: times relative to the policy as it is."""
     rows = []
     for policy in policies(lines):
         if policy.startswith(f"{OURS}: "):

@@ -1,4 +1,5 @@
-"""What a decision costs by each policy and by plug-ins, and how much memory the mirror takes.
+"""Measures what a decision costs by each policy and by plug-ins, and how much memory the mirror
+takes.
 
 A decision is the index's look-up, and what the router does from there to the ranking: the core
 finds hits, loads and what the mirror says of each replica, and orders them, or a plug-in does.
@@ -41,8 +42,7 @@ from router.policies import (
     make_policy,
 )
 from router.policies.policies import BUILT_IN
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 
@@ -110,7 +110,7 @@ def _policies() -> dict[str, Policy]:
 
 
 def _microseconds(decide: Callable[[], object], decisions: int) -> float:
-    """Of process time for one decision."""
+    """Return the process time of one decision."""
     decide()
     started = time.process_time()
     for _ in range(decisions):
@@ -148,7 +148,8 @@ def _decider(name_of: str, policy: Policy, count: int, most_hit: int) -> Callabl
 
 
 def _stored(prompt: array[int], tokens: int, number: int) -> EventBatch:
-    """A replica holds the beginning of a prompt, and one block of another."""
+    """Return the batch of a replica that holds the beginning of a prompt, and one block of
+    another."""
     blocks = max(tokens // _BLOCK, 1)
     held = prompt[: blocks * _BLOCK] if tokens >= _BLOCK else array("I", range(_BLOCK))
     event = BlockStored(

@@ -70,8 +70,8 @@ def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
 
 
 def conversations_and_questions(conversations: int, documents: int, seed: int = 1) -> Workload:
-    """Turns that extend the last ones, and questions that directly follow a document; everyone has
-    a turn before anyone has the next."""
+    """Return turns that extend the last ones, and questions that directly follow a document;
+    everyone has a turn before anyone has the next."""
     chance = random.Random(seed)
     systems = [_tokens(chance, SYSTEM_PROMPT_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = [

@@ -189,12 +189,12 @@ class RouterProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-bench-")
 
     def cpu_seconds(self) -> float:
-        """CPU time it has used (Linux)."""
+        """Return the CPU time it has used (Linux)."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def rss_bytes(self) -> int:
-        """Memory it holds (Linux)."""
+        """Return the memory it holds (Linux)."""
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -57,11 +57,11 @@ def main() -> None:
 
 
 class EngineTime:
-    """What the engines computed in each play, in seconds on a processor."""
+    """The computing time of the engines in each play, in seconds on a processor."""
 
     def __init__(self) -> None:
         self._first_and_last_s: dict[int, tuple[float, float]] = {}
-        """By the number of the play."""
+        """The first and the last reading, by the number of the play."""
 
     def look(self, scene: Scene) -> None:
         """Called when a play has begun, whenever something changes, and when it ends."""
@@ -71,13 +71,13 @@ class EngineTime:
         self._first_and_last_s[number] = first_s, now_s
 
     def of_play(self, number: int) -> float:
-        """Of one play, numbered from 0 in the order in which they were played."""
+        """Return the time of one play, numbered from 0 in the order in which they were played."""
         first_s, last_s = self._first_and_last_s[number]
         return last_s - first_s
 
 
 def _children(word: str) -> list[int]:
-    """The processes that this one has started with *word* among their arguments."""
+    """Return the processes that this one has started with *word* among their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -96,7 +96,7 @@ def _processor_s(process: int) -> float:
 
 
 def _fields(path: Path) -> list[str]:
-    """Of a process's `stat`, those behind its name: state, parent, ..."""
+    """Return the fields of a process's `stat` behind its name: state, parent, ..."""
     return (path / "stat").read_text().rpartition(")")[2].split()
 
 

@@ -98,7 +98,7 @@ def run(
 
 
 def turns(conversations: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and response of each turn; a prompt contains everything before it."""
+    """Yield prompt and response of each turn; a prompt contains everything before it."""
     rng = random.Random(0)
     systems = [[rng.randrange(1000) for _ in range(1500)] for _ in range(4)]
     histories = [list(rng.choice(systems)) for _ in range(conversations)]
@@ -137,7 +137,7 @@ def compute(cache: CacheManager, request: CacheRequest, answer: list[int], block
 
 
 def chunk(request: CacheRequest, start: int, block_size: int) -> int:
-    """How many tokens the next step computes: up to the end of a block where possible."""
+    """Return how many tokens the next step computes: up to the end of a block where possible."""
     end = min(start + STEP_TOKENS, request.num_tokens)
     aligned = end // block_size * block_size
     return (aligned if aligned > start else end) - start

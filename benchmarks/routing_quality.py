@@ -39,13 +39,13 @@ ALL = (*POLICIES, *OPPONENTS, *misjudged_names(LEAST_DELAY))
 
 @dataclass(frozen=True, slots=True)
 class RunSet:
-    """Which runs belong together."""
+    """Runs that belong together."""
 
     situations: tuple[str, ...]
     policies: tuple[str, ...]
     seeds: str
     requests: int | None = None
-    """In place of the situations' own."""
+    """The number of requests in place of the situations' own."""
 
 
 SETS = {
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """Situation, policy and seed of every run; all of a seed come before the next."""
+    """Yield the situation, policy and seed of every run; all of a seed come before the next."""
     chosen = SETS[options.set]
     for seed in seeds(options.seeds or chosen.seeds):
         for situation in options.situation or chosen.situations:
@@ -109,13 +109,13 @@ def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 
 def seeds(spelled: str) -> range:
-    """The seeds of `10-19`, or one."""
+    """Return the seeds of `10-19`, or one."""
     first, _, last = spelled.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def mine(runs: Iterator[tuple[str, str, int]], shard: str) -> Iterator[tuple[str, str, int]]:
-    """Those of one of several processes."""
+    """Yield the runs of one of several processes."""
     number, _, count = shard.partition("/")
     for place, run in enumerate(runs):
         if place % int(count) == int(number):

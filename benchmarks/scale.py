@@ -77,7 +77,7 @@ class Busy:
         return self.engine.publisher
 
     def step(self) -> None:
-        """One step, with a request or two always waiting."""
+        """Do one step, with a request or two always waiting."""
         while self.engine.scheduler.statistics().num_waiting < 2:
             self._serial += 1
             base = self._random.randrange(64)
@@ -121,7 +121,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 async def measure(replicas: int, options: argparse.Namespace) -> None:
-    """One size."""
+    """Measure one size."""
     share = replicas // options.processes
     workers = [await _worker(number, share, options) for number in range(options.processes)]
     face = await asyncio.start_server(_say_healthy, "127.0.0.1", 0)
@@ -189,7 +189,7 @@ async def _until_connected(client: Client, count: int) -> None:
 
 
 async def _until_applied(client: Client, last_seqs: list[int]) -> float:
-    """Seconds until the router has seen the last batch of every engine."""
+    """Return the seconds until the router has seen the last batch of every engine."""
     started = time.monotonic()
     while True:
         found = [
@@ -270,7 +270,7 @@ def _say(worker: asyncio.subprocess.Process) -> None:
 
 
 def _pid_listening(url: str) -> int:
-    """The process that listens on a port of this machine."""
+    """Return the process that listens on a port of this machine."""
     port = int(url.rpartition(":")[2])
     inodes = {
         line.split()[9]

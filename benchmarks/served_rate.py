@@ -44,9 +44,9 @@ class Served(NamedTuple):
     """The highest rate at which the objective is met, in multiples as `RUNGS`."""
 
     low: float
-    """At least so much; 0: less than the lowest rung."""
+    """The rate is at least so high; 0: less than the lowest rung."""
     high: float
-    """At most so much; infinite: more than the highest rung."""
+    """The rate is at most so high; infinite: more than the highest rung."""
     rate: float
     """Interpolated; where there is nothing to interpolate, the one of both that was measured."""
 
@@ -114,7 +114,7 @@ def climb(p99_ms: Callable[[float], float], objective_ms: float) -> None:
 
 
 def at_rate(situation: str, rate: float) -> str:
-    """The name of a situation at another rate than its own."""
+    """Return the name of a situation at another rate than its own."""
     return f"{situation} at {rate:g}"
 
 
@@ -137,13 +137,13 @@ def measure(name: str, policy: str, seed: int, rate: float, requests: int) -> Li
 
 
 def per_s(situation: Situation) -> float:
-    """Requests per second that its replicas could serve without any reuse."""
+    """Return requests per second that its replicas could serve without any reuse."""
     prompt_tokens = profile(PLANS[situation.workload]()).size.prompt_tokens
     return cold_requests_per_s(prompt_tokens, situation.replicas)
 
 
 def served(p99s_ms: dict[float, float], objective_ms: float) -> Served:
-    """The highest rate at which the objective is met.
+    """Return the highest rate at which the objective is met.
 
     Args:
         p99s_ms: By rate.
@@ -161,7 +161,7 @@ def served(p99s_ms: dict[float, float], objective_ms: float) -> Served:
 
 
 def table(lines: Sequence[Line], objective_ms: float) -> str:
-    """Requests per second by router and situation: the mean over the seeds."""
+    """Return requests per second by router and situation: the mean over the seeds."""
     names = list(dict.fromkeys(str(line["of"]) for line in lines))
     rows = [
         [policy, *(_cell(lines, name, policy, objective_ms) for name in names)]

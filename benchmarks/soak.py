@@ -43,7 +43,7 @@ class Soak:
     options: argparse.Namespace
     fleet: Fleet
     at_rest: list[tuple[float, Held, float]] = field(default_factory=list)
-    """When, what the router that is never killed holds, and how many tasks it has."""
+    """The time, what the router that is never killed holds, and how many tasks it has."""
     excused: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Soak:
             )
 
     def _kinds(self) -> list[str]:
-        """Each as often as the others, in an order that is shuffled again and again."""
+        """Return each as often as the others, in an order that is shuffled again and again."""
         found: list[str] = []
         while len(found) < 10_000:
             kinds = list(self.options.faults)
@@ -105,7 +105,7 @@ class Soak:
         return Counter({fate.value: count for fate, count in self.clients.tally.fates.items()})
 
     def unexcused(self) -> list[Sent]:
-        """Failures that no fault explains; counts the others."""
+        """Return failures that no fault explains; counts the others."""
         self.excused.clear()
         found = [*self.quiet.unserved]
         for sent in self.clients.tally.failed:
@@ -117,8 +117,8 @@ class Soak:
         return found
 
     def growth(self) -> dict[str, object]:
-        """Of the router that is never killed, at rest: at first, at last, and by the hour after
-        the first fifth, in which caches fill."""
+        """Return the growth of the router that is never killed, at rest: at first, at last, and by
+        the hour after the first fifth, in which caches fill."""
         figures: dict[str, object] = {}
         counted = self.at_rest[len(self.at_rest) // 5 :]
         for name, value in (

@@ -38,7 +38,7 @@ _BEGIN_S = 0.1
 
 
 def bodies(megabytes: float) -> Mapping[str, tuple[str, Callable[[], bytes]]]:
-    """Path and body by what is large in it."""
+    """Return the path and body by what is large in it."""
     size = int(megabytes * 1_000_000)
 
     def repeated(before: str, item: str, after: str) -> bytes:
@@ -84,7 +84,8 @@ async def _be_replica() -> None:
 
 
 async def _be_clients() -> None:
-    """Of streams, whose replica is here as well; and, in a thread, of the large request."""
+    """Be the clients of streams, whose replica is here as well; and, in a thread, of the large
+    request."""
     print(await stub_replica(), flush=True)
     port = int(await asyncio.to_thread(sys.stdin.readline))
     while name := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -120,7 +121,7 @@ def _status(port: int, request: bytes) -> int:
 
 @contextlib.contextmanager
 def _started(role: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """One of the other processes, and the port of its replica."""
+    """Yield one of the other processes, and the port of its replica."""
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.stalls", "--be", role],
         stdin=subprocess.PIPE,
@@ -171,7 +172,7 @@ def _say(process: subprocess.Popen[str], *lines: object) -> None:
 
 
 async def _run(clients: subprocess.Popen[str], name: str, megabytes: float) -> dict[str, Any]:
-    """What the clients saw of one large request, and the control loop meanwhile."""
+    """Return what the clients saw of one large request, and the control loop meanwhile."""
     assert clients.stdout is not None
     _say(clients, name, megabytes)
     await asyncio.to_thread(clients.stdout.readline)

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def batches(replica: int, blocks: int) -> Iterator[bytes]:
-    """What an engine has announced of the blocks that it holds."""
+    """Yield what an engine has announced of the blocks that it holds."""
     for prompt in range(blocks // _PROMPT_BLOCKS):
         seed = 1000 * replica + prompt
         tokens = prompt_tokens(_PROMPT_BLOCKS * BLOCK_SIZE, seed)
@@ -63,13 +63,13 @@ def batches(replica: int, blocks: int) -> Iterator[bytes]:
 
 
 class KnownCaches:
-    """As much of a feed as a snapshot is made of: every stream is whole."""
+    """The part of a feed that a snapshot is made of: every stream is whole."""
 
     def __init__(self, index: PrefixIndex, sources: list[SourceId]) -> None:
         self._index = index
         self._sources = sources
         self.longest_s = 0.0
-        """Of one source: requests wait for so long."""
+        """The longest time for one source: requests wait for so long."""
 
     def sources(self) -> list[SourceId]:
         return self._sources

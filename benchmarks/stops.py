@@ -39,7 +39,7 @@ from tests.support.vllm_publisher import free_port
 
 _ROUTER = str(Path(router.__file__).parent)
 _ENTRY = "plane/data_plane.py", "_handle"
-"""What the core asks of Python, and reports to it, goes through this function."""
+"""The questions and reports of the core to Python go through this function."""
 _RECORDS = frozenset({"running", "settled", "summed", "looked_up", "ended"})
 """The events by which the core reports."""
 _REPORTED_S = 0.3
@@ -63,7 +63,7 @@ class Walk:
         self.serving: list[str] = []
         self.recording: list[str] = []
         self._event = contextvars.ContextVar("event", default="")
-        """What the core asked for or reported; empty: nothing."""
+        """The question or report of the core; empty: none."""
 
     def clear(self) -> None:
         """Begin anew."""

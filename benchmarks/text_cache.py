@@ -57,7 +57,7 @@ def in_a_child(options: argparse.Namespace, chars: int) -> dict[str, float]:
 
 
 def _growth(options: argparse.Namespace, chars: int) -> tuple[int, int]:
-    """Bytes that the process grew by, and those that the cache counts."""
+    """Return the bytes that the process grew by, and those that the cache counts."""
     cache, rng = SegmentCache(options.bound_mib * MIB), random.Random(1)
     letters = _ALPHABETS[options.alphabet]
     gc.collect()

@@ -109,7 +109,7 @@ def _ended(make: Callable[[int], bytes], start: int, count: int) -> Callable[[in
 
 
 def _request_maker(form: str, size: int) -> Callable[[int], bytes]:
-    """Requests by number; the texts are cut from Python's sources."""
+    """Return requests by number; the texts are cut from Python's sources."""
     corpus = _corpus()
 
     def text(number: int, length: int) -> str:
@@ -137,7 +137,7 @@ def _request_maker(form: str, size: int) -> Callable[[int], bytes]:
 
 
 def write_model(directory: Path, library: str) -> Path:
-    """A byte-level BPE tokenizer with a chat template; for fastokens, or in a form for the
+    """Write a byte-level BPE tokenizer with a chat template; for fastokens, or in a form for the
     tokenizers library only."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

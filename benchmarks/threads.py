@@ -71,7 +71,7 @@ def main() -> None:
 def _measure(
     number: int, by: str, threads: int, options: argparse.Namespace, programs: Path
 ) -> _Found:
-    """One router that is started for it."""
+    """Measure one router that is started for it."""
     path = f"{options.path}?" if by == "python" else options.path
     prompts = replace(id_prompts(options.kilobytes), path=path)
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def _measure(
 
 
 def _ended_cpu_s() -> float:
-    """Of children that have ended, as the load generator has."""
+    """Return the CPU time of children that have ended, as the load generator has."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

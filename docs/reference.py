@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
 from kvevents.field_docs import field_docs
-from router.config import board, discovery, models, policy, values
+from router.config import discovery, models, routing, sharing, values
 from router.config.schema import RouterConfig
 from router.policies import types as scoring
 from router.policies.policies import BUILT_IN
@@ -65,7 +65,7 @@ _NAMED = {
         "ReplicaId": "1 to 128 of `A-Za-z0-9_.:-`",
         "Secret": "key",
     },
-    board: {
+    sharing: {
         "BoardUrl": "`redis://`, `rediss://`, `valkey://` or `valkeys://`, host, port, number of "
         "the database",
         "Prefix": "1 to 64 of `A-Za-z0-9_.:-`",
@@ -78,12 +78,12 @@ _NAMED = {
         "IdPrefix": "up to 64 of `A-Za-z0-9_.:-`",
         "PortName": "a port's name",
     },
-    policy: {
+    routing: {
         "PolicyName": ", ".join(f"`{name}`" for name in BUILT_IN) + ", or a plug-in's name",
     },
     scoring: {"Cost": "cost", "Share": "share"},
 }
-"""What the documents call the types that have a name; by the module that names them."""
+"""The documents' words for the types that have a name, by the module that names them."""
 
 _SUBJECTS = (
     (
@@ -114,7 +114,7 @@ _SEE = {
 
 
 def section_at(path: str) -> Any:
-    """The model behind a path as `server.tls` or `models[].layout`."""
+    """Return the model behind a path as `server.tls` or `models[].layout`."""
     kind: Any = RouterConfig
     for name in path.replace("[]", "").split("."):
         kind = _section_in(_fields(kind)[name].annotation)
@@ -133,7 +133,7 @@ def _section_in(kind: Any) -> Any:
 
 
 def options(path: str) -> Iterator[str]:
-    """The table of a section, line by line."""
+    """Yield the table of a section, line by line."""
     section = section_at(path)
     hints = get_type_hints(section, include_extras=True)
     docs = field_docs(section)
@@ -153,7 +153,7 @@ def options(path: str) -> Iterator[str]:
 
 
 def _condition(docstring: str) -> str:
-    """The last paragraph of a field's docstring, which says when to change it."""
+    """Return the last paragraph of a field's docstring, which says when to change it."""
     return docstring.rpartition("\n\n")[2].removeprefix(_CONDITION).removesuffix(".")
 
 
@@ -175,7 +175,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _type(kind: Any, name: str) -> str:
-    """How the table calls a type.
+    """Return the table's word for a type.
 
     Args:
         kind: With its `Annotated` parts.
@@ -201,7 +201,7 @@ def _type(kind: Any, name: str) -> str:
 
 
 def _bounded(inner: Any, rules: list[Any], name: str) -> str:
-    """An `Annotated` without a name: its bounds, and its unit."""
+    """Return an `Annotated` without a name: its bounds, and its unit."""
     found = [each for rule in rules for each in getattr(rule, "metadata", ())]
     least = next((rule.ge for rule in found if isinstance(rule, Ge)), None)
     most = next((rule.le for rule in found if isinstance(rule, Le)), None)
@@ -224,7 +224,7 @@ def _number(value: Any) -> str:
 
 
 def metrics(_: str) -> Iterator[str]:
-    """The table of all metrics, line by line."""
+    """Yield the table of all metrics, line by line."""
     families = asyncio.run(_families())
     yield "| Metric | Labels | Meaning |"
     yield "|---|---|---|"
@@ -259,8 +259,8 @@ async def _families() -> list[Metric]:
 
 
 def completed(text: str) -> str:
-    """The example configuration with a line for each option that it lacks, at its default and
-    behind the one that is declared before it. Sections in lists are left as they are."""
+    """Return the example configuration with a line for each option that it lacks, at its default
+    and behind the one that is declared before it. Sections in lists are left as they are."""
     lines = text.splitlines()
     for path, section in _sections(RouterConfig, ()):
         _complete(lines, path, section)
@@ -292,13 +292,13 @@ def _complete(lines: list[str], path: tuple[str, ...], section: Any) -> None:
 
 
 def _place(lines: list[str], name: str, depth: int, start: int, end: int) -> int | None:
-    """The line of an option in its section; None where it has none."""
+    """Return the line of an option in its section; None where it has none."""
     beginning = f"{'  ' * depth}{name}:"
     return next((at for at in range(start, end) if lines[at].startswith(beginning)), None)
 
 
 def _end(lines: list[str], at: int, depth: int) -> int:
-    """The line behind what belongs to the option in line *at*."""
+    """Return the line behind what belongs to the option in line *at*."""
     deeper = "  " * (depth + 1)
     while at + 1 < len(lines) and lines[at + 1].startswith(deeper):
         at += 1
@@ -309,7 +309,7 @@ def _end(lines: list[str], at: int, depth: int) -> int:
 
 
 def rewritten(text: str) -> str:
-    """A document with its tables as they should be."""
+    """Return a document with its tables as they should be."""
 
     def table(found: re.Match[str]) -> str:
         rows = options(found[3]) if found[2] == "options of" else metrics(found[3])

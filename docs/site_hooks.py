@@ -1,4 +1,4 @@
-"""What MkDocs does besides: the page of the HTTP API is made from the router's own OpenAPI
+"""Adds to what MkDocs does: the page of the HTTP API is made from the router's own OpenAPI
 document, and links to files beside the documents lead to the repository."""
 
 from __future__ import annotations

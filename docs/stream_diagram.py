@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvevents.stream_repair import TABLE
-from kvevents.stream_state import SHOWN, Input, SourceState, State
+from kvevents.stream_state import Input, SourceState, State
 
 _NOT_DRAWN = frozenset({Input.DISCONNECTED, Input.CLOSED})
 _ANY = "any"
@@ -22,7 +22,7 @@ _COLOURS = {
 
 
 def diagram() -> str:
-    """The table as Mermaid text.
+    """Return the table as Mermaid text.
 
     Left out: inputs that change no state, lost connections and the end. An input that leads to the
     same state from nearly everywhere is drawn once, from `any`; its exceptions are drawn as well.
@@ -50,7 +50,8 @@ def diagram() -> str:
 
 
 def _usual_targets() -> Iterator[tuple[Input, State]]:
-    """Inputs that lead to one state from at least three others, with at most two exceptions."""
+    """Yield inputs that lead to one state from at least three others, with at most two
+    exceptions."""
     for given in Input:
         targets = [
             (state, row[given].state)
@@ -65,9 +66,9 @@ def _usual_targets() -> Iterator[tuple[Input, State]]:
 
 
 def _classes() -> Iterator[str]:
-    """Colours by what users see."""
+    """Yield colours by what users see."""
     for shown, colour in _COLOURS.items():
-        states = ",".join(state.value for state in State if SHOWN[state] is shown)
+        states = ",".join(state.value for state in State if state.shown is shown)
         yield f"    classDef shown_{shown.value} fill:{colour}"
         yield f"    class {states} shown_{shown.value}"
 

@@ -130,7 +130,7 @@ class Ingress:
         self._engine = engine.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        """Any request of an engine's API that has a body."""
+        """Take any request of an engine's API that has a body."""
         try:
             body = json.loads(await request.body())
         except (ValueError, RecursionError):
@@ -148,7 +148,7 @@ class Ingress:
 def refusal(
     status: int, code: str, message: str, retry_after_s: float | None = None
 ) -> JSONResponse:
-    """An error as OpenAI's clients understand it."""
+    """Return an error as OpenAI's clients understand it."""
     headers = {} if retry_after_s is None else {"retry-after": f"{retry_after_s:.0f}"}
     return JSONResponse({"error": {"code": code, "message": message}}, status, headers)
 
@@ -161,7 +161,7 @@ def application(
     at_once: int = 256,
     **options: Any,
 ) -> serve.Application:
-    """All of it, to be run by `serve.run`.
+    """Return all of it, to be run by `serve.run`.
 
     Args:
         router: The router's URL.
@@ -185,7 +185,7 @@ def application(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens at now."""
+    """Return ports that nothing listens at now."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     try:
         return [int(each.getsockname()[1]) for each in sockets]

@@ -34,10 +34,9 @@ The files; each imports only what is listed above it:
     curve.py              keys at both ends of a stream, which encrypt it
     endpoints.py          addresses: checked, moved along by rank, opened
     publisher_config.py   the configuration of a publisher
-    replay_ring.py        the last batches of a stream
     cache_state.py        the present state of a cache, written as a snapshot
     replay_server.py      the replay endpoint: requests, and how much of each reply is sent
-    stream.py             one numbered stream on its own thread
+    stream.py             one numbered stream on its own thread, its last batches kept
     cache_source.py       the payloads of a cache's stream: steps, heartbeats, snapshots
     publisher.py          the engine's side: publishers, and which one a configuration asks for
     pacing.py             how subscribers share the event loop; backoff, silences

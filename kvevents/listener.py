@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -32,7 +32,6 @@ LISTENED_TO = "listen"
 
 _READ_AT_ONCE = 64
 _MAX_TOPIC_BYTES = 1024
-_LONG_S = 3600.0
 _NOBLOCK, _RCVMORE, _SRCFD = map(int, (zmq.NOBLOCK, zmq.RCVMORE, zmq.SRCFD))
 _EVENTS, _POLLIN = map(int, (zmq.EVENTS, zmq.POLLIN))
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -51,23 +50,16 @@ class ListenLimits:
     been silent for so long."""
 
 
-class PodTopic(NamedTuple):
-    """A topic of llm-d's form."""
-
-    pod: str
-    model: str
-
-
-def read_topic(topic: bytes) -> PodTopic | None:
-    """Read `kv@<pod>@<model>`; None for any other topic.
+def named_pod(topic: bytes) -> str | None:
+    """Return the pod that `kv@<pod>@<model>` names; None for any other topic.
 
     A model's name may hold an `@`, a pod's does not.
     """
     try:
-        kind, pod, model = topic.decode().split("@", 2)
+        kind, pod, _ = topic.decode().split("@", 2)
     except ValueError:  # too few parts, or no UTF-8
         return None
-    return PodTopic(pod, model) if kind == "kv" and pod else None
+    return pod if kind == "kv" and pod else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +83,6 @@ class ListenerStatistics:
     """Messages of publishers that connect to the router, by outcome."""
     unknown: tuple[UnknownTopic, ...]
     """The first topics that belong to no source."""
-
-
-@dataclass(slots=True)
-class _Unknown:
-    reason: str
-    messages: int = 0
 
 
 class _Link:
@@ -129,53 +115,44 @@ class Channel:
         """The only topic that is its own; None: any of its pod's, one at a time."""
         self.link: _Link | None = None
         """The newest link."""
-        self._fresh: deque[_Link] = deque(maxlen=1)
-        """A link that was not taken yet."""
-        self._wake = WakeUp()
+        self.fresh: asyncio.Queue[_Link] = asyncio.Queue(1)
+        """The newest link, until a connection takes it."""
 
     def answers_to(self, topic: bytes) -> bool:
         """Return whether a topic is its own, or names its pod."""
         if self.topic is not None:
             return self.topic == topic
-        named = read_topic(topic)
-        return named is not None and named.pod in self.names
+        return named_pod(topic) in self.names
 
     def begin(self, link: _Link) -> None:
         """Take its messages over this link from now on."""
         if self.link is not None:
             self.link.end()
         self.link = link
-        self._fresh.append(link)
-        self._wake.set()
-
-    async def next_link(self) -> _Link:
-        """Wait for the next link."""
-        while not self._fresh:
-            await self._wake.wait(_LONG_S)
-        return self._fresh.popleft()
+        if self.fresh.full():
+            self.fresh.get_nowait()
+        self.fresh.put_nowait(link)
 
 
 class ChannelConnection:
-    """The next connection of a channel's publisher, for a subscriber (see `live.Connection`)."""
+    """The next connection of a channel's publisher, for a subscriber; a `live.Connection`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._link = _Link(b"", -1)
-        self._wake = WakeUp()
+        self.wake_up = WakeUp()
         self.on_readable: Callable[[], None] | None = None
 
     @property
     def is_down(self) -> bool:
-        """Return True once the publisher is gone; its earlier batches can still be taken."""
         return self._link.is_down
 
     async def open(self) -> None:
         """Wait until a publisher has sent its first message, however long."""
-        self._link = await self._channel.next_link()
+        self._link = await self._channel.fresh.get()
         self._link.notify = self._notify
 
     def close(self) -> None:
-        """Take nothing any more; safe to call again."""
         link = self._link
         link.notify = lambda: None
         link.waiting.clear()
@@ -184,12 +161,7 @@ class ChannelConnection:
             self._channel.link = None  # what comes next over it begins another
         link.is_down = True
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
-        """Return the next batch, None if none has come.
-
-        Raises:
-            MalformedBatch: A message that is not a batch.
-        """
+    def next_batch(self) -> Batch | None:
         link = self._link
         if not link.waiting:
             return None
@@ -200,52 +172,36 @@ class ChannelConnection:
         return found
 
     def has_more(self) -> bool:
-        """Return whether there is a message to take."""
         return bool(self._link.waiting)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the publisher is gone, or *timeout_s* is
-        over."""
-        await self._wake.wait(timeout_s)
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._wake.set()
 
     def _notify(self) -> None:
         if self.on_readable is not None and not self._link.is_down:
             self.on_readable()
         else:
-            self._wake.set()
+            self.wake_up.set()
 
 
+@dataclass(eq=False, repr=False)
 class Listener:
-    """A bound SUB socket.
+    """A bound SUB socket."""
 
-    Args:
-        socket: Bounds on messages and on the queue.
-    """
+    context: Context
+    wanted: ZmqEndpoint
+    """The address to bind."""
+    socket_limits: SocketLimits = field(default_factory=SocketLimits)
+    """Bounds on messages and on the queue."""
+    limits: ListenLimits = field(default_factory=ListenLimits)
 
-    def __init__(
-        self,
-        context: Context,
-        endpoint: ZmqEndpoint,
-        socket: SocketLimits | None = None,
-        limits: ListenLimits | None = None,
-    ) -> None:
-        self._context = context
-        self._wanted = endpoint
-        self._socket_limits = socket or SocketLimits()
-        self._limits = limits or ListenLimits()
+    def __post_init__(self) -> None:
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
         self._fds: set[int] = set()
         """The descriptors of the connections that are up."""
-        self.endpoint = str(endpoint)
+        self.endpoint = str(self.wanted)
         """The address with the port that the system picked, once it is open."""
         self._channels: list[Channel] = []
         self._of_topic: dict[bytes, Channel] = {}
-        self._unknown: dict[bytes, _Unknown] = {}
+        self._unknown: dict[bytes, UnknownTopic] = {}
         self._counts: Counter[str] = Counter()
         self._next_pass: asyncio.Handle | None = None
         self.on_unknown: Callable[[UnknownTopic], object] = lambda _: None
@@ -258,12 +214,12 @@ class Listener:
         Raises:
             EndpointError: The address cannot be bound.
         """
-        made: Socket = self._context.socket(zmq.SUB)
+        made: Socket = self.context.socket(zmq.SUB)
         try:
-            bound(made, self._socket_limits)
+            bound(made, self.socket_limits)
             made.setsockopt(zmq.SUBSCRIBE, b"")
             self._monitor = made.get_monitor_socket(zmq.EVENT_ACCEPTED | _GONE)
-            self.endpoint = open_socket(made, "events.listen", self._wanted, False).address
+            self.endpoint = open_socket(made, "events.listen", self.wanted, False).address
         except BaseException:
             self._close(made)
             raise
@@ -314,8 +270,12 @@ class Listener:
 
     def statistics(self) -> ListenerStatistics:
         """Counts since the start."""
-        unknown = tuple(_shown(topic, each) for topic, each in self._unknown.items())
-        return ListenerStatistics(self.endpoint, len(self._of_topic), dict(self._counts), unknown)
+        return ListenerStatistics(
+            self.endpoint,
+            len(self._of_topic),
+            dict(self._counts),
+            tuple(self._unknown.values()),
+        )
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -393,8 +353,8 @@ class Listener:
     def _keep(self, link: _Link, message: Batch | MalformedBatch) -> bool:
         size = len(message.payload) if isinstance(message, Batch) else 0
         is_full = (
-            len(link.waiting) >= self._socket_limits.queue_messages
-            or link.waiting_bytes + size > self._limits.channel_bytes
+            len(link.waiting) >= self.socket_limits.queue_messages
+            or link.waiting_bytes + size > self.limits.channel_bytes
         )
         if is_full:
             self._counts["overflow"] += 1
@@ -409,7 +369,7 @@ class Listener:
         answering = [each for each in self._channels if each.answers_to(topic)]
         meant = [each for each in answering if each.topic is not None] or answering
         if not meant:
-            is_pods = read_topic(topic) is not None
+            is_pods = named_pod(topic) is not None
             rule = "no replica of this name listens for it"
             no_form = "not kv@pod@model, and no replica has this topic"
             self._count_unknown(topic, rule if is_pods else no_form)
@@ -429,7 +389,7 @@ class Listener:
                 return link
         elif link is not None and not link.is_down:
             silent_s = monotonic() - link.last_message_at
-            if silent_s < self._limits.taken_over_after_s:
+            if silent_s < self.limits.taken_over_after_s:
                 self._count_unknown(topic, "another publisher has its replica's place")
                 return None
         if fd >= 0 and fd not in self._fds:
@@ -445,18 +405,13 @@ class Listener:
     def _count_unknown(self, topic: bytes, reason: str) -> None:
         self._counts["unknown"] += 1
         known = self._unknown.get(topic)
-        is_new = known is None
-        if known is None:
-            if len(self._unknown) >= self._limits.unknown_topics:
-                return
-            known = self._unknown[topic] = _Unknown(reason)
-        known.reason = reason
-        known.messages += 1
-        if is_new:
-            self.on_unknown(_shown(topic, known))
+        if known is not None:
+            self._unknown[topic] = UnknownTopic(known.topic, reason, known.messages + 1)
+        elif len(self._unknown) < self.limits.unknown_topics:
+            self._unknown[topic] = first = UnknownTopic(_printable(topic), reason, 1)
+            self.on_unknown(first)
 
 
-def _shown(topic: bytes, unknown: _Unknown) -> UnknownTopic:
+def _printable(topic: bytes) -> str:
     text = topic.decode("ascii", "backslashreplace")
-    text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
-    return UnknownTopic(text, unknown.reason, unknown.messages)
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)

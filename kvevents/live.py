@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from kvevents.delivery import StreamCounters
-from kvevents.errors import KVEventsError, MalformedBatch
+from kvevents.delivery import Delivery
+from kvevents.errors import MalformedBatch
 from kvevents.messages import Batch
+from kvevents.sockets import WakeUp
 
 _READ_AT_ONCE = 64
 
@@ -23,6 +24,8 @@ class Connection(Protocol):
 
     on_readable: Callable[[], None] | None
     """Called, instead of ending a wait, when there may be something to take."""
+    wake_up: WakeUp
+    """Set when there may be something to take, and when the publisher is gone."""
 
     @property
     def is_down(self) -> bool:
@@ -39,17 +42,11 @@ class Connection(Protocol):
     def close(self) -> None:
         """End at once; safe to call again."""
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Return the next batch, None if none has come; raises `MalformedBatch`."""
 
     def has_more(self) -> bool:
         """Return whether there is another message."""
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the publisher is gone, or so long."""
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,47 +67,26 @@ class LiveStream:
     """
 
     connection: Connection
-    topic: bytes | None
-    """The only topic that counts; None takes all."""
     limits: BacklogLimits
     """Bounds of the backlog."""
-    counters: StreamCounters
-    report: Callable[[KVEventsError], None]
-    """Called with each message that is not a batch and came during a recovery."""
+    delivery: Delivery
+    """Counts what is left out, and reports messages that are not batches."""
 
     def __post_init__(self) -> None:
         self._backlog: deque[Batch] = deque()
         self._backlog_bytes = 0
         self._next_pass: asyncio.Handle | None = None
-        self._asked_behind = 0
-        self._covered = 0
-
-    @property
-    def is_down(self) -> bool:
-        """Return True once the publisher is gone; its earlier batches can still be taken."""
-        return self.connection.is_down
-
-    @property
-    def waiting_at_question(self) -> int:
+        self.waiting_at_question = 0
         """Batches that waited when the last question was asked."""
-        return self._asked_behind
-
-    async def open(self) -> None:
-        """Connect.
-
-        Raises:
-            NoConnection: No publisher, for now.
-            EndpointError: The endpoint cannot be connected to.
-        """
-        await self.connection.open()
+        self._covered = 0
 
     def close(self) -> None:
         self._stop_collecting()
         self.connection.close()
 
     async def wait(self, timeout_s: float, take: Callable[[], None]) -> None:
-        """Wait until the publisher is gone, for `wake`, or for *timeout_s*; only after `next`
-        returned None.
+        """Wait until the publisher is gone, the connection is woken, or *timeout_s* is over; only
+        after `next` returned None.
 
         Args:
             take: Called on the event loop whenever a batch may have come. It takes batches until
@@ -118,13 +94,9 @@ class LiveStream:
         """
         self.connection.on_readable = take
         try:
-            await self.connection.wait(timeout_s)
+            await self.connection.wake_up.wait(timeout_s)
         finally:
             self.connection.on_readable = None
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self.connection.wake()
 
     def next(self) -> Batch | None:
         """Return the next batch, None if none has come.
@@ -134,7 +106,7 @@ class LiveStream:
         """
         if self._backlog:
             return self._pop()
-        return self.connection.next_batch(self.topic)
+        return self.connection.next_batch()
 
     def has_more(self) -> bool:
         """Return whether there is another message; cheaper than `next` if none has come."""
@@ -159,7 +131,7 @@ class LiveStream:
 
     def note_question(self) -> None:
         """Note that a question is asked now."""
-        self._asked_behind = len(self._backlog)
+        self.waiting_at_question = len(self._backlog)
 
     def note_answer(self) -> None:
         """Note that the answer to the last question was read to its end.
@@ -170,12 +142,12 @@ class LiveStream:
             backlog at the question   [7 8 9]
             backlog at the answer     [7 8 9 10 11]     7, 8 and 9 are covered
         """
-        self._covered = self._asked_behind
+        self._covered = self.waiting_at_question
 
     def waits_beyond(self, last: int | None) -> bool:
         """Return whether a batch with a number above *last* waited when the last question was
         asked."""
-        asked = islice(self._backlog, self._asked_behind)
+        asked = islice(self._backlog, self.waiting_at_question)
         return any(last is None or batch.seq > last for batch in asked)
 
     def forget_answers(self) -> None:
@@ -187,9 +159,9 @@ class LiveStream:
         for _ in range(self._covered):
             seq = self._pop().seq
             if last is not None and seq <= last:
-                self.counters.duplicates += 1
+                self.delivery.counters.duplicates += 1
             else:
-                self.counters.discarded += 1
+                self.delivery.counters.discarded += 1
         self._covered = 0
 
     def drop_old(self, last: int | None) -> None:
@@ -197,7 +169,7 @@ class LiveStream:
         if last is None:
             return
         fresh = [batch for batch in self._backlog if batch.seq > last]
-        self.counters.duplicates += len(self._backlog) - len(fresh)
+        self.delivery.counters.duplicates += len(self._backlog) - len(fresh)
         self._backlog = deque(fresh)
         self._backlog_bytes = sum(len(batch.payload) for batch in fresh)
 
@@ -212,9 +184,9 @@ class LiveStream:
             return
         for _ in range(_READ_AT_ONCE):
             try:
-                batch = self.connection.next_batch(self.topic)
+                batch = self.connection.next_batch()
             except MalformedBatch as problem:
-                self.report(problem)
+                self.delivery.report(problem)
                 continue
             if batch is None:
                 return
@@ -228,7 +200,7 @@ class LiveStream:
     def _keep(self, batch: Batch) -> None:
         size = self._backlog_bytes + len(batch.payload)
         if len(self._backlog) >= self.limits.batches or size > self.limits.payload_bytes:
-            self.counters.overflow += 1
+            self.delivery.counters.overflow += 1
             return
         self._backlog.append(batch)
         self._backlog_bytes = size

@@ -41,7 +41,8 @@ class SnapshotHead(NamedTuple):
 
     last: int
     """The last batch it includes; `NOTHING_PUBLISHED` before the first."""
-    publisher_id: str
+    publisher_id: str | None
+    """None: its parts name the process."""
 
 
 def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
@@ -64,7 +65,6 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
 
 def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
     """Read a reply of the ROUTER socket; None for the end marker.
-
 
     Raises:
         MalformedReply: Frames of neither form, another topic, a number that is not 8 bytes, or an

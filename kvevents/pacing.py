@@ -85,19 +85,6 @@ class Pacer:
             self._close_soon()
 
 
-class WorkSlice:
-    """One subscriber's part in the time of a *pacer*."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer = pacer
-        self._ends_at = 0.0
-
-    async def yield_to_loop(self) -> None:
-        """Let the others work if the slice is used up; call it before each batch."""
-        if monotonic() >= self._ends_at:
-            self._ends_at = await self._pacer.turn()
-
-
 class Backoff:
     """Delays that double up to a cap, spread by up to a half so that clients that fail together do
     not return together."""

@@ -13,6 +13,7 @@ found this way. Each has a group of its own, and arguments of its own that a plu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, ParamSpec, TypeVar
@@ -23,37 +24,30 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 
+@dataclass(eq=False, repr=False)
 class PlugIns(Generic[Arguments, Made]):
-    """Everything of one kind that can be made by name.
+    """Everything of one kind that can be made by name; nothing is imported before `make`.
 
     A built-in name wins over a plug-in of the same name: installing a package must not change what
     an existing configuration means.
     """
 
-    def __init__(
-        self,
-        group: str,
-        setting: str,
-        built_in: Mapping[str, Callable[Arguments, Made]],
-        methods: Sequence[str],
-        error: type[Exception] = PlugInError,
-    ) -> None:
-        """Describe the kind; nothing is imported before `make`.
+    group: str
+    """The entry points' group."""
+    setting: str
+    """The configuration key that holds the name. Error messages begin with it."""
+    built_in: Mapping[str, Callable[Arguments, Made]]
+    methods: Sequence[str]
+    """Names of the methods that a plug-in's object must have."""
+    error: type[Exception] = PlugInError
+    """Raised for an unknown name and for a plug-in that cannot be used."""
 
-        Args:
-            setting: The configuration key that holds the name. Error messages begin with it.
-            methods: Names of the methods that a plug-in's object must have.
-            error: Raised for an unknown name and for a plug-in that cannot be used.
-        """
-        self._group = group
-        self._setting = setting
-        self._factories = dict(built_in)
-        self._methods = methods
-        self._error = error
+    def __post_init__(self) -> None:
+        self._factories = dict(self.built_in)
 
     def names(self) -> list[str]:
         """All names that `make` knows: built-in and registered ones, then plug-ins."""
-        plug_ins = {entry.name for entry in entry_points(group=self._group)}
+        plug_ins = {entry.name for entry in entry_points(group=self.group)}
         return [*self._factories, *sorted(plug_ins - self._factories.keys())]
 
     def register(self, name: str, factory: Callable[Arguments, Made]) -> None:
@@ -66,7 +60,7 @@ class PlugIns(Generic[Arguments, Made]):
             ValueError: The name is taken.
         """
         if name in self._factories:
-            raise ValueError(f"{self._setting}: {name!r} is registered already")
+            raise ValueError(f"{self.setting}: {name!r} is registered already")
         self._factories[name] = factory
 
     def make(self, name: str, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
@@ -89,13 +83,13 @@ class PlugIns(Generic[Arguments, Made]):
         return made
 
     def _entry_point(self, name: str) -> EntryPoint:
-        found = {entry.value: entry for entry in entry_points(group=self._group, name=name)}
+        found = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
         if not found:
-            raise self._error(f"{self._setting}: {name[:40]!r} is unknown; {self._hint(name)}")
+            raise self.error(f"{self.setting}: {name[:40]!r} is unknown; {self._hint(name)}")
         if len(found) > 1:
             offers = " and ".join(map(_origin, sorted(found.values(), key=lambda one: one.value)))
-            raise self._error(
-                f"{self._setting}: {name!r} is offered by {offers}; uninstall all but one"
+            raise self.error(
+                f"{self.setting}: {name!r} is offered by {offers}; uninstall all but one"
             )
         return next(iter(found.values()))
 
@@ -109,22 +103,22 @@ class PlugIns(Generic[Arguments, Made]):
         try:
             factory: Callable[Arguments, Made] = entry.load()
         except Exception as error:  # any error of a foreign module's import
-            raise self._error(f"{self._place(entry)} cannot be imported: {error}") from error
+            raise self.error(f"{self._place(entry)} cannot be imported: {error}") from error
         if not callable(factory):
-            raise self._error(
+            raise self.error(
                 f"{self._place(entry)} is {type(factory).__name__}; it must be callable"
             )
         return factory
 
     def _check_methods(self, entry: EntryPoint, made: Made) -> None:
-        missing = [name for name in self._methods if not callable(getattr(made, name, None))]
+        missing = [name for name in self.methods if not callable(getattr(made, name, None))]
         if missing:
-            raise self._error(
+            raise self.error(
                 f"{self._place(entry)} made {type(made).__name__}, which lacks {', '.join(missing)}"
             )
 
     def _place(self, entry: EntryPoint) -> str:
-        return f"{self._setting}: the plug-in {entry.name!r}, {_origin(entry)},"
+        return f"{self.setting}: the plug-in {entry.name!r}, {_origin(entry)},"
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -1,9 +1,7 @@
 """Publishes the content of an engine's KV cache.
 
 `publish` costs the engine's thread microseconds and never waits: everything else happens on the
-publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are dropped,
-counted, and missing from the sequence, so that consumers notice and recover; the cache's state is
-kept all the same (`kvevents/cache_state.py`), and a snapshot repairs the loss.
+publisher's own thread (`kvevents/stream.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from kvevents.cache_source import CacheSource, EngineStep
@@ -72,12 +69,7 @@ class EventPublisher(ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -146,16 +138,10 @@ class ZmqEventPublisher(EventPublisher):
             announcement, data_parallel_rank, config.with_block_size, config.hash_key
         )
         self._stream: Stream[EngineStep] = Stream(config, self._source, data_parallel_rank, context)
-
-    @property
-    def endpoint(self) -> str:
+        self.endpoint = self._stream.endpoint
         """The address of batches, with the port the system picked."""
-        return self._stream.endpoint
-
-    @property
-    def replay_endpoint(self) -> str | None:
+        self.replay_endpoint = self._stream.replay_endpoint
         """The address for replays and snapshots; None: neither."""
-        return self._stream.replay_endpoint
 
     def publish(self, events: Sequence[Event]) -> bool:
         """See `EventPublisher`. A step without events costs no sequence number."""
@@ -238,15 +224,10 @@ def announce(
 PublisherBuilder: TypeAlias = Callable[
     [PublisherConfig, KVCacheLayout, HashChain | None, int], EventPublisher
 ]
-
-
-def _build_null(
-    _config: PublisherConfig, _layout: KVCacheLayout, _chain: HashChain | None, _rank: int
-) -> EventPublisher:
-    return NullEventPublisher()
-
-
-_BUILT_IN: dict[str, PublisherBuilder] = {"null": _build_null, "zmq": ZmqEventPublisher}
+_BUILT_IN: dict[str, PublisherBuilder] = {
+    "null": lambda *_: NullEventPublisher(),
+    "zmq": ZmqEventPublisher,
+}
 _METHODS = ("publish", "shutdown", "statistics")
 _publishers = PlugIns("kvroute.publishers", "kind", _BUILT_IN, _METHODS)
 
@@ -277,7 +258,6 @@ def create_publisher(
     Args:
         config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
             group `kvroute.publishers`.
-        layout: The cache's groups, announced to consumers.
         chain: The engine's hash function, if it is one of `kvevents.hash_algorithms()`.
         data_parallel_rank: This engine's rank. Ports move along by it.
 

@@ -25,29 +25,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
 from kvevents.delivery import (
     ENOUGH_UNANSWERED,
     Delivery,
-    StreamCounters,
     last_in_snapshot,
     publisher_of,
 )
+from kvevents.endpoints import Context
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
-from kvevents.messages import NOTHING_PUBLISHED, Batch
-from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
-from kvevents.replay import (
-    EndpointClient,
-    ReplayClient,
-    ReplayEndpoint,
-    SnapshotClient,
-    SnapshotEndpoint,
-    no_answer_from,
-)
+from kvevents.messages import NOTHING_PUBLISHED, Batch, SnapshotHead
+from kvevents.pacing import Backoff, Pacer, SilenceTimer
+from kvevents.replay import AskedEndpoints, EndpointClient, ReplayClient, SnapshotClient
 from kvevents.sequence import fingerprint
 from kvevents.stream_repair import StreamRepair
 from kvevents.stream_state import CLEAR_REASONS, ON_A_BATCH, RESULTS, Action, Input, State
@@ -83,29 +76,26 @@ class Questions:
     """
 
     delivery: Delivery
-    counters: StreamCounters
     live: LiveStream
     """The live batches, which wait meanwhile."""
-    replay: ReplayEndpoint | None
-    """The replay endpoint; None: snapshots only."""
-    snapshots: SnapshotEndpoint | None
-    """The endpoint asked for snapshots first; None: *replay*."""
-    work: WorkSlice
+    asked: AskedEndpoints
+    context: Context
+    pacer: Pacer
 
     def __post_init__(self) -> None:
-        self._tracker = self.delivery.tracker
+        self._tracker, self._counters = self.delivery.tracker, self.delivery.counters
         self._client: EndpointClient | None = None
         self._next: Batch | None = None
         """The first batch of the answer under way that was not handed on; None at its end."""
-        self._last_in_snapshot = NOTHING_PUBLISHED
-        self._named: str | None = None
-        """The publisher of the snapshot under way, where an endpoint of its own names it."""
+        self._snapshot = SnapshotHead(NOTHING_PUBLISHED, None)
+        """The head of the snapshot under way."""
         self._is_refused = False
         """True if no snapshot can be had for now, nor anything else be asked."""
         self._asked_from: int | None = None
         self._rounds = self._stuck_rounds = 0
         self._furthest = -1
         """The last number that any of the answers brought."""
+        self._turn_ends_at = 0.0
 
     def close(self) -> None:
         """End the connection, if one is open."""
@@ -141,7 +131,7 @@ class Questions:
         last = self._asked_from = self._tracker.last
         if last is None:
             return Input.NOTHING_HELD
-        if self.replay is None:
+        if self.asked.replay is None:
             return Input.VACANT if self._is_refused else Input.UNPROVABLE
         start = self._tracker.unproven_since(MAX_UNPROVEN)
         is_same = True
@@ -189,7 +179,7 @@ class Questions:
 
     async def _ask_from_0(self) -> Input:
         self._asked_from = None
-        if self.replay is None:
+        if self.asked.replay is None:
             return Input.VACANT
         self._next = await self._put(0)
         if self._next is None:
@@ -197,60 +187,58 @@ class Questions:
         return Input.RING_FROM_0 if self._next.seq == 0 else Input.RING_LATER
 
     async def _ask_snapshot(self) -> Input:
-        if self.snapshots is not None:
-            given = await self._ask_snapshot_endpoint(self.snapshots)
-            if given is Input.SNAPSHOT_BEGINS or self.replay is None:
+        if self.asked.snapshots is not None:
+            given = await self._ask_snapshot_endpoint(self.asked.snapshots)
+            if given is Input.SNAPSHOT_BEGINS or self.asked.replay is None:
                 return given
         self._next = await self._put(None)
         last = None if self._next is None else last_in_snapshot(self._next)
         if last is None:
             return Input.NO_SNAPSHOT
-        self._last_in_snapshot = last
+        self._snapshot = SnapshotHead(last, None)
         return Input.SNAPSHOT_BEGINS
 
-    async def _ask_snapshot_endpoint(self, endpoint: SnapshotEndpoint) -> Input:
-        if not endpoint.may_be_asked:
-            self._is_refused = self.replay is None
+    async def _ask_snapshot_endpoint(self, endpoint: str) -> Input:
+        if not self.asked.may_make_snapshot:
+            self._is_refused = self.asked.replay is None
             return Input.NO_SNAPSHOT
         self.close()
         self.live.forget_answers()
-        self.counters.questions += 1
+        self._counters.questions += 1
         try:
-            self._client = client = SnapshotClient(endpoint)
+            self._client = client = SnapshotClient(self.context, endpoint, self.asked)
             await client.open()
             head = await client.ask()
             if head is None:
-                self._is_refused = self.replay is None
+                self._is_refused = self.asked.replay is None
                 return Input.NO_SNAPSHOT
-            endpoint.note_snapshot()
+            self.asked.note_snapshot()
             # The first part comes with the head: a fault in it costs nothing that is held.
             self._next = await client.reply()
         except (NoAnswer, NoConnection, MalformedReply) as problem:
             self.close()
-            if self.replay is None:
+            if self.asked.replay is None:
                 raise
             self._complain(problem)
             return Input.NO_SNAPSHOT
-        self._last_in_snapshot = head.last
-        self._named = head.publisher_id
+        self._snapshot = head
         return Input.SNAPSHOT_BEGINS
 
     async def _put(self, start: int | None) -> Batch | None:
         """Ask on a new connection; return the first batch of the answer."""
-        assert self.replay is not None
+        assert self.asked.replay is not None
         self.close()
-        self._named = None
-        self._client = ReplayClient(self.replay)
+        self._client = ReplayClient(self.context, self.asked.replay, self.asked)
         await self._client.open()
         return await self._put_again(start)
 
     async def _put_again(self, start: int | None) -> Batch | None:
         assert isinstance(self._client, ReplayClient)
         self.live.note_question()
-        self.counters.questions += 1
+        self._counters.questions += 1
         self._client.ask(start)
         first = await self._client.reply()
-        self.counters.unanswered_in_a_row = 0
+        self._counters.unanswered_in_a_row = 0
         self._tracker.ring_answers += start is not None and first is not None
         return first
 
@@ -275,9 +263,9 @@ class Questions:
         """Hand on the answer under way."""
         try:
             await self._learn_last()
-            self.counters.replays += self._next is not None
+            self._counters.replays += self._next is not None
             while self._next is not None:
-                await self.work.yield_to_loop()
+                await self._keep_to_turns()
                 fate = self.delivery.take(self._next)
                 if fate in _STOPS and not (past_holes and self._may_pass(fate)):
                     yield Result(self._stopped(fate))
@@ -291,6 +279,11 @@ class Questions:
             yield Result(self._cut_short())
             return
         yield Result(self._end())
+
+    async def _keep_to_turns(self) -> None:
+        """Let other subscribers work once the turn is over."""
+        if monotonic() >= self._turn_ends_at:
+            self._turn_ends_at = await self.pacer.turn()
 
     async def _learn_last(self) -> None:
         """An answer that begins with the batch a snapshot stood for shows what that batch was."""
@@ -326,12 +319,12 @@ class Questions:
         return Input.NO_ANSWER
 
     async def _take_snapshot(self) -> AsyncIterator[Result]:
-        last, named = self._last_in_snapshot, self._named
+        last, named = self._snapshot
         if named is not None:
-            self.delivery.begin_snapshot(named)
+            self._tracker.publisher_id = named
         try:
             while self._next is not None:
-                await self.work.yield_to_loop()
+                await self._keep_to_turns()
                 fate = self.delivery.take_snapshot(self._next)
                 if fate is not Input.NEXT:
                     yield Result(fate)
@@ -340,9 +333,9 @@ class Questions:
             self._complain(problem)
             yield Result(Input.SNAPSHOT_BROKEN)
             return
-        self.counters.snapshots += 1
+        self._counters.snapshots += 1
         if last >= 0:
-            self.delivery.end_snapshot(last)
+            self._tracker.jump(last)
         # Where batches are named, live ones go on from here: included ones are recognised.
         if named is None:
             self.live.note_answer()
@@ -367,18 +360,12 @@ class Questions:
                 yield result
 
     def _complain(self, problem: KVEventsError) -> None:
-        self.counters.unanswered += 1
-        self.counters.unanswered_in_a_row += 1
-        if self.counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
-            self.delivery.report_silence(NoAnswer(f"{self._who_is_silent()} ({problem})"))
+        self._counters.unanswered += 1
+        self._counters.unanswered_in_a_row += 1
+        if self._counters.unanswered_in_a_row == ENOUGH_UNANSWERED:
+            self.delivery.report_silence(NoAnswer(f"{self.asked.no_answer} ({problem})"))
         if not isinstance(problem, (NoAnswer, NoConnection)):
             self.delivery.report(problem)
-
-    def _who_is_silent(self) -> str:
-        return no_answer_from(
-            None if self.replay is None else self.replay.endpoint,
-            None if self.snapshots is None else self.snapshots.endpoint,
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -387,12 +374,10 @@ class Recovery:
 
     stream: StreamRepair
     delivery: Delivery
-    counters: StreamCounters
-    replay: ReplayEndpoint | None
-    """The replay endpoint; None: none."""
-    snapshots: SnapshotEndpoint | None
-    """The endpoint for snapshots alone, if there is one."""
-    work: WorkSlice
+    asked: AskedEndpoints
+    context: Context
+    """Has the sockets that ask."""
+    pacer: Pacer
     silence: SilenceTimer
     """Times the looks at the tail; every batch and every recovery delays it."""
     retry: Backoff
@@ -401,6 +386,8 @@ class Recovery:
     """How long live batches wait for an endpoint that does not answer."""
     spacing_s: float
     """The least time between two recoveries."""
+    live: LiveStream = field(init=False)
+    """The live side of the connection, from `connected` on."""
 
     def __post_init__(self) -> None:
         self._gap_seq: int | None = None
@@ -409,31 +396,28 @@ class Recovery:
 
     async def connected(self, live: LiveStream) -> None:
         """Verify what is held, with the publisher behind *live*."""
-        if self.replay is None and self.snapshots is None:
-            await self._do(live, Input.CONNECTED_WITHOUT_REPLAY)
+        self.live = live
+        if self.asked.replay is None and self.asked.snapshots is None:
+            await self.react_to(Input.CONNECTED_WITHOUT_REPLAY)
         else:
             self.silence.received()
-            await self._do(live, Input.CONNECTED)
+            await self.react_to(Input.CONNECTED)
 
-    async def look(self, live: LiveStream) -> None:
-        """Check for a loss at the tail."""
-        await self._do(live, Input.SILENCE)
+    async def react_to(self, given: Input) -> None:
+        """Do all that follows from an input that no batch brought."""
+        await self.follow_up(self._carry_out(given))
 
-    async def rebuild(self, live: LiveStream) -> None:
-        """Get everything anew, if possible: the consumer found its picture wrong."""
-        await self._do(live, Input.DISTRUSTED)
-
-    def take(self, live: LiveStream, batch: Batch) -> Action | None:
+    def take(self, batch: Batch) -> Action | None:
         """Hand *batch* on, or act on its fate; return the question to `follow_up`."""
         fate = self.delivery.take(batch)
         if fate is Input.NEXT and self.stream.stays_on_next:
             return None
         if fate is Input.GAP and batch.seq != self._gap_seq:
             self._gap_seq = batch.seq
-            self.counters.gaps += 1
-        question = self._carry_out(live, fate, batch)
+            self.delivery.counters.gaps += 1
+        question = self._carry_out(fate, batch)
         if question is None:
-            self.delivery.show(self.stream.shown)
+            self.delivery.show(self.stream.state.shown)
         return question
 
     def note_batches(self) -> None:
@@ -442,74 +426,63 @@ class Recovery:
         if self.stream.state is State.LIVE:
             self.silence.received()
 
-    async def follow_up(self, live: LiveStream, question: Action | None) -> None:
-        """Ask *question* and those that follow, until the stream is at rest again.
-
-        Args:
-            live: Batches wait there meanwhile.
-            question: From `take`; None: no question.
-        """
+    async def follow_up(self, question: Action | None) -> None:
+        """Ask *question*, if there is one, and those that follow, until the stream is at rest
+        again."""
         if question is not None:
-            await self._recover(live, question)
-        self.delivery.show(self.stream.shown)
-
-    async def _do(self, live: LiveStream, given: Input) -> None:
-        await self.follow_up(live, self._carry_out(live, given))
+            await self._recover(question)
+        self.delivery.show(self.stream.state.shown)
 
     # --- actions ----------------------------------------------------------------------------------
 
-    def _carry_out(
-        self, live: LiveStream, given: Input, batch: Batch | None = None
-    ) -> Action | None:
+    def _carry_out(self, given: Input, batch: Batch | None = None) -> Action | None:
         """Carry out immediate actions; return the question to ask then."""
         for action in self.stream.advance(given):
             if action in RESULTS:
                 return action
             if batch is not None and action in ON_A_BATCH:
-                self._act_on(live, action, batch)
+                self._act_on(action, batch)
             else:
-                self._act(live, action, given)
+                self._act(action, given)
         return None
 
-    def _act_on(self, live: LiveStream, action: Action, batch: Batch) -> None:
+    def _act_on(self, action: Action, batch: Batch) -> None:
         if action is Action.PUT_BACK:
-            live.put_back(batch)
+            self.live.put_back(batch)
         elif action is Action.SKIP:
             self.delivery.skip(batch)
         else:
             assert action is Action.HAND_ON
             fate = self.delivery.hand_on(batch)
             if fate is not Input.NEXT:
-                self._carry_out(live, fate, batch)
+                self._carry_out(fate, batch)
 
-    def _act(self, live: LiveStream, action: Action, given: Input) -> None:
+    def _act(self, action: Action, given: Input) -> None:
         if action is Action.START_PATIENCE:
             self._gives_up_at = monotonic() + self.patience_s
         elif action is Action.CLEAR:
-            self._clear(live, given)
+            self._clear(given)
         elif action is Action.DROP_COVERED:
-            live.drop_covered(self.delivery.tracker.last)
+            self.live.drop_covered(self.delivery.tracker.last)
         else:
             assert action is Action.DROP_OLD
-            live.drop_old(self.delivery.tracker.last)
+            self.live.drop_old(self.delivery.tracker.last)
 
-    def _clear(self, live: LiveStream, given: Input) -> None:
+    def _clear(self, given: Input) -> None:
         reason = CLEAR_REASONS[given]
-        self.counters.restarts += reason == "restart"
+        self.delivery.counters.restarts += reason == "restart"
         self.delivery.clear(reason)
-        live.forget_answers()
+        self.live.forget_answers()
 
     # --- questions --------------------------------------------------------------------------------
 
-    async def _recover(self, live: LiveStream, question: Action) -> None:
-        questions = Questions(
-            self.delivery, self.counters, live, self.replay, self.snapshots, self.work
-        )
-        live.forget_answers()
+    async def _recover(self, question: Action) -> None:
+        questions = Questions(self.delivery, self.live, self.asked, self.context, self.pacer)
+        self.live.forget_answers()
         self.retry.reset()
         try:
-            with live.collecting():
-                await self._ask(live, questions, question)
+            with self.live.collecting():
+                await self._ask(questions, question)
         finally:
             questions.close()
             self._ended_at = monotonic()
@@ -518,21 +491,21 @@ class Recovery:
             else:
                 self.silence.looked()
 
-    async def _ask(self, live: LiveStream, questions: Questions, first: Action) -> None:
+    async def _ask(self, questions: Questions, first: Action) -> None:
         await asyncio.sleep(max(0.0, self._ended_at + self.spacing_s - monotonic()))
         question: Action | None = first
         while question is not None:
-            self.delivery.show(self.stream.shown)
+            self.delivery.show(self.stream.state.shown)
             asked = question
             if asked is Action.WAIT:
-                question = self._carry_out(live, await self._wait(live))
+                question = self._carry_out(await self._wait())
                 continue
             async for given, batch in questions.ask(asked):
                 assert given in RESULTS[asked], (asked, given)
-                question = self._carry_out(live, given, batch)
+                question = self._carry_out(given, batch)
 
-    async def _wait(self, live: LiveStream) -> Input:
-        if live.is_down:
+    async def _wait(self) -> Input:
+        if self.live.connection.is_down:
             # The backlog will be in the replay that the next connection begins with.
             return Input.DISCONNECTED
         if monotonic() >= self._gives_up_at:

@@ -40,54 +40,39 @@ class ReplayLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedEndpoint:
-    """An endpoint of a publisher, and the options of asking it."""
+class AskedEndpoints:
+    """The endpoints of a publisher that are asked, and the bounds on asking."""
 
-    context: Context
-    """The context of the sockets."""
-    endpoint: str
-    sockets: SocketLimits
-    limits: ReplayLimits
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayEndpoint(AskedEndpoint):
-    """The replay endpoint of a publisher."""
-
+    replay: str | None
+    """The replay endpoint."""
+    snapshots: str | None
+    """An endpoint for snapshots alone, which is asked for them first."""
     topic: bytes | None
     """The only topic that replies may carry; None allows any."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotEndpoint(AskedEndpoint):
-    """An endpoint of a publisher for snapshots alone."""
-
-    _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+    sockets: SocketLimits
+    limits: ReplayLimits
+    _snapshots_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
 
     @property
-    def may_be_asked(self) -> bool:
+    def no_answer(self) -> str:
+        """The text for endpoints that do not answer, to follow the publisher's name."""
+        kind, endpoint = ("replay", self.replay) if self.replay else ("snapshot", self.snapshots)
+        return f"its {kind} endpoint {endpoint} does not answer"
+
+    @property
+    def may_make_snapshot(self) -> bool:
         """Return False too soon after the last few snapshots: the engine stands still while it
         makes one, and an endpoint of another process than the stream's would be asked again and
         again."""
-        times = self._made_at
+        times = self._snapshots_at
         return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
 
     def note_snapshot(self) -> None:
-        """Note that one was made now."""
-        self._made_at.append(monotonic())
+        """Note that the endpoint for snapshots made one now."""
+        self._snapshots_at.append(monotonic())
 
 
-def no_answer_from(replay: str | None, snapshots: str | None) -> str:
-    """Return the text for an endpoint that does not answer, to follow the publisher's name.
-
-    Args:
-        replay: The replay endpoint, which is named if there is one.
-    """
-    which = f"replay endpoint {replay}" if replay else f"snapshot endpoint {snapshots}"
-    return f"its {which} does not answer"
-
-
-class EndpointClient(ABC):
+class EndpointClient(SocketConnection, ABC):
     """One connection that is asked, and its answer, which is bounded in time and size."""
 
     name: str
@@ -95,26 +80,11 @@ class EndpointClient(ABC):
     answer: str
     """The answer's, for errors."""
 
-    def __init__(self, endpoint: AskedEndpoint) -> None:
-        self._connection = SocketConnection(
-            endpoint.context, zmq.DEALER, endpoint.endpoint, endpoint.sockets
-        )
-        self._limits = endpoint.limits
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, zmq.DEALER, endpoint, asked.sockets)
+        self._bounds = asked.limits
         self._batches = self._bytes = 0
         self._deadline = 0.0
-
-    async def open(self) -> None:
-        """Connect.
-
-        Raises:
-            NoConnection: No peer, for now.
-            EndpointError: The endpoint cannot be connected to.
-        """
-        await self._connection.open()
-
-    def close(self) -> None:
-        """Close at once; safe to call again."""
-        self._connection.close()
 
     @abstractmethod
     async def reply(self) -> Batch | None:
@@ -127,9 +97,9 @@ class EndpointClient(ABC):
 
     def _send(self, start: int | None) -> None:
         self._batches = self._bytes = 0
-        self._deadline = monotonic() + self._limits.total_s
+        self._deadline = monotonic() + self._bounds.total_s
         # A DEALER shows the empty frame that a REQ would add; without it a request is ignored.
-        self._connection.send([b"", encode_start(start)])
+        self.send([b"", encode_start(start)])
 
     async def _wait_for(
         self, receive: Callable[[], _Received | None], within_s: float, before: str
@@ -143,7 +113,7 @@ class EndpointClient(ABC):
         """
         silent_until = min(monotonic() + within_s, self._deadline)
         while True:
-            left_s, is_down = silent_until - monotonic(), self._connection.is_down
+            left_s, is_down = silent_until - monotonic(), self.is_down
             found = receive()
             if found is not None:
                 return found
@@ -153,12 +123,12 @@ class EndpointClient(ABC):
                 raise NoAnswer(
                     f"the {self.name} endpoint was silent for {within_s:g} s before {before}"
                 )
-            await self._connection.wait(left_s)
+            await self.wake_up.wait(left_s)
 
     def _check_limits(self, batch: Batch) -> None:
         self._batches += 1
         self._bytes += len(batch.payload)
-        limits = self._limits
+        limits = self._bounds
         if (
             self._batches > limits.batches
             or self._bytes > limits.payload_bytes
@@ -179,9 +149,9 @@ class ReplayClient(EndpointClient):
 
     name, answer = "replay", "an answer"
 
-    def __init__(self, endpoint: ReplayEndpoint) -> None:
-        super().__init__(endpoint)
-        self._topic = endpoint.topic
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, endpoint, asked)
+        self._topic = asked.topic
         self._start: int | None = None
         self._previous = -1
 
@@ -196,10 +166,9 @@ class ReplayClient(EndpointClient):
         self._send(start)
 
     async def reply(self) -> Batch | None:
-        receive = self._connection.receive
-        frames = receive()
+        frames = self.receive()
         if frames is None:
-            frames = await self._wait_for(receive, self._limits.silence_s, "the end marker")
+            frames = await self._wait_for(self.receive, self._bounds.silence_s, "the end marker")
         batch = read_reply(frames, self._topic)
         if batch is not None:
             self._check_order(batch)
@@ -225,8 +194,8 @@ class SnapshotClient(EndpointClient):
 
     name, answer = "snapshot", "a snapshot"
 
-    def __init__(self, endpoint: SnapshotEndpoint) -> None:
-        super().__init__(endpoint)
+    def __init__(self, context: Context, endpoint: str, asked: AskedEndpoints) -> None:
+        super().__init__(context, endpoint, asked)
         self._last = -1
         self._has_more = True
 
@@ -239,9 +208,7 @@ class SnapshotClient(EndpointClient):
             MalformedReply: Not the protocol.
         """
         self._send(None)
-        first = await self._wait_for(
-            self._connection.receive_frame, self._limits.snapshot_s, "its reply"
-        )
+        first = await self._wait_for(self.receive_frame, self._bounds.snapshot_s, "its reply")
         frames = [self._taken(first)]
         while self._has_more and len(frames) < _HEAD_FRAMES:
             frames.append(self._frame())
@@ -259,7 +226,7 @@ class SnapshotClient(EndpointClient):
 
     def _frame(self) -> bytes:
         """Return the next frame of the reply, which has arrived as a whole."""
-        found = self._connection.receive_frame()
+        found = self.receive_frame()
         if found is None:
             raise NoAnswer("the snapshot endpoint hung up in the middle of its reply")
         return self._taken(found)

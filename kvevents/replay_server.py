@@ -144,7 +144,9 @@ class ReplayServer:
             return False
         self._budget.spend()
         if len(frames) == 3 and not frames[1] and len(frames[2]) == _START_BYTES:
-            self._begin(frames[0], frames[2], now)
+            client, _, request = frames
+            self._aborted += client in self._replies
+            self._replies[client] = _OngoingReply(client, self.topic, self.reply_to(request), now)
         else:
             self._malformed += 1
         return True
@@ -160,10 +162,6 @@ class ReplayServer:
             if len(frames) <= 3:
                 frames.append(frame)
         return frames
-
-    def _begin(self, client: bytes, request: bytes, now: float) -> None:
-        self._aborted += client in self._replies
-        self._replies[client] = _OngoingReply(client, self.topic, self.reply_to(request), now)
 
     # --- replies ----------------------------------------------------------------------------------
 

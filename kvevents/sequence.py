@@ -74,17 +74,10 @@ class SequenceTracker:
         holds     8     9     -     7
 
     Args:
-        remembered: Batches whose fingerprints are kept, 8 bytes each.
-
-    Raises:
-        ValueError: *remembered* is below 1.
+        remembered: Batches whose fingerprints are kept, 8 bytes each; at least 1.
     """
 
     def __init__(self, remembered: int = 4096) -> None:
-        if remembered < 1:
-            raise ValueError(
-                f"remembered is {remembered}: the batch applied last must be remembered"
-            )
         self.last: int | None = None
         """The number applied last; None before the first."""
         self.expected = 0

@@ -113,7 +113,9 @@ class SocketConnection:
         self._monitor: Socket | None = None
         self._is_odd = False
         """True once the peer has sent a message that is not three frames."""
-        self._wake = WakeUp()
+        self.wake_up = WakeUp()
+        """Set when there may be something to receive, and when the peer is gone. libzmq signals
+        changes, not states: wait for it only after `receive` returned None."""
         self._is_up = False
         self._failed = 0
         """The sum of the events that reported a lost connection."""
@@ -210,17 +212,6 @@ class SocketConnection:
         """Return whether there is a message to receive."""
         return bool(int(self._open_socket().getsockopt(_EVENTS)) & _POLLIN)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to receive, the peer is gone, or *timeout_s* is over.
-
-        libzmq signals changes, not states: call this only after `receive` returned None.
-        """
-        await self._wake.wait(timeout_s)
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._wake.set()
-
     def close(self) -> None:
         """Close at once; safe to call again."""
         loop = asyncio.get_running_loop()
@@ -286,7 +277,7 @@ class SocketConnection:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.connect_timeout_s
         while not self._is_up and not self.is_down and loop.time() < deadline:
-            await self.wait(deadline - loop.time())
+            await self.wake_up.wait(deadline - loop.time())
         return self._is_up
 
     def _new_socket(self) -> Socket:
@@ -309,7 +300,7 @@ class SocketConnection:
         else:
             # So does reading EVENTS. The wake-up stays until `wait` has seen it.
             self._socket.getsockopt(zmq.EVENTS)
-            self._wake.set()
+            self.wake_up.set()
 
     def _on_monitor(self) -> None:
         monitor = self._monitor
@@ -321,7 +312,7 @@ class SocketConnection:
             self._is_up |= bool(event & _UP)
             self._failed |= event & _DOWN
             self.is_down |= bool(event & _DOWN)
-            self._wake.set()
+            self.wake_up.set()
 
 
 def check_connectable(setting: str, text: str) -> ZmqEndpoint:

@@ -22,19 +22,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 import zmq
 
-from kvevents.endpoints import Context, Opened, Socket, ZmqEndpoint, open_socket
+from kvevents.endpoints import Context, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.publisher_config import PublisherConfig
-from kvevents.replay_ring import ReplayRing
 from kvevents.replay_server import ReplayServer, Reply, ReplyStatistics, prepare_router
 
 logger = logging.getLogger(__name__)
@@ -133,8 +135,17 @@ class Stream(Generic[Item]):
         self._source = source
         self._topic = config.topic.encode()
         self._sockets = _Sockets(config, rank, context)
-        self._replay_server = self._open_replay_server()
-        self._ring = ReplayRing(config.buffer_steps, config.buffer_bytes)
+        self.endpoint = self._sockets.endpoint
+        """The address of batches, with the port the system picked."""
+        self.replay_endpoint = self._sockets.replay_endpoint
+        """The address for replays and snapshots; None: neither."""
+        router = self._sockets.router
+        self._replay_server = (
+            None
+            if router is None
+            else ReplayServer(router, self._topic, config.reply_limits, self._reply_to)
+        )
+        self._ring = _ReplayRing(config.buffer_steps, config.buffer_bytes)
         self._lock = threading.Lock()
         self._queue: deque[tuple[Item, bool]] = deque()
         self._closing = False
@@ -146,22 +157,6 @@ class Stream(Generic[Item]):
         self._is_dozing, self._wake = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvevents-publisher", daemon=True)
         self._thread.start()
-
-    def _open_replay_server(self) -> ReplayServer | None:
-        router = self._sockets.router
-        if router is None:
-            return None
-        return ReplayServer(router, self._topic, self._config.reply_limits, self._reply_to)
-
-    @property
-    def endpoint(self) -> str:
-        """The address of batches, with the port the system picked."""
-        return self._sockets.endpoint.address
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """The address for replays and snapshots."""
-        return self._sockets.replay_endpoint.address if self._sockets.replay_endpoint else None
 
     # --- any thread -------------------------------------------------------------------------------
 
@@ -347,6 +342,43 @@ class Stream(Generic[Item]):
             start = chunk[-1].seq + 1
 
 
+class _ReplayRing:
+    """Keeps the last batches, bounded in batches and in bytes; the oldest are removed first.
+
+    Numbers ascend, with gaps where batches were dropped.
+    """
+
+    def __init__(self, max_steps: int, max_bytes: int) -> None:
+        self._max_steps = max_steps
+        self._max_bytes = max_bytes
+        self._batches: deque[Batch] = deque()
+        self.payload_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def oldest_seq(self) -> int | None:
+        """Number of the oldest batch; None while the ring is empty."""
+        return self._batches[0].seq if self._batches else None
+
+    def append(self, batch: Batch) -> None:
+        """Add the newest batch, and remove the oldest ones that are over a bound."""
+        self._batches.append(batch)
+        self.payload_bytes += len(batch.payload)
+        while len(self._batches) > self._max_steps or self.payload_bytes > self._max_bytes:
+            self.payload_bytes -= len(self._batches.popleft().payload)
+
+    def since(self, seq: int, limit: int) -> list[Batch]:
+        """Return the oldest batches from a number on.
+
+        Args:
+            limit: Most batches to return.
+        """
+        first = bisect_left(self._batches, seq, key=itemgetter(0))
+        return list(islice(self._batches, first, first + limit))
+
+
 class _Sockets:
     """PUB and ROUTER. Opened by the thread that builds the stream, then used only by its own."""
 
@@ -381,7 +413,7 @@ class _Sockets:
             self._own_context.term()
 
 
-def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
+def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> str:
     pub.setsockopt(zmq.SNDHWM, config.hwm)
     pub.setsockopt(zmq.TCP_KEEPALIVE, 1)
     if config.curve is not None:
@@ -391,13 +423,13 @@ def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
     logger.info(
         "publisher: %s %s", "bound to" if opened.is_bound else "connects to", opened.address
     )
-    return opened
+    return opened.address
 
 
-def _open_router(router: Socket, config: PublisherConfig, rank: int) -> Opened:
+def _open_router(router: Socket, config: PublisherConfig, rank: int) -> str:
     assert config.replay_endpoint is not None
     prepare_router(router, config.reply_limits)
     if config.curve is not None:
         config.curve.protect(router)
     endpoint = ZmqEndpoint.parse("replay_endpoint", config.replay_endpoint).for_rank(rank)
-    return open_socket(router, "replay_endpoint", endpoint, may_connect=False)
+    return open_socket(router, "replay_endpoint", endpoint, may_connect=False).address

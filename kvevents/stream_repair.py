@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvevents.stream_state import SHOWN, Action, Input, SourceState, State
+from kvevents.stream_state import Action, Input, SourceState, State
 
 
 class Transition(NamedTuple):
@@ -326,43 +326,7 @@ TABLE: Mapping[State, Mapping[Input, Transition]] = {
     **{state: {**row, Input.CLOSED: _to(State.DEAD)} for state, row in _ROWS.items()},
     State.DEAD: {},
 }
-"""Every pair that can meet."""
-
-
-_HOLDS_SOMETHING = "a batch or a snapshot was applied before"
-_LATER_NUMBERS = "numbers in a replay rise, and one batch was handed on already"
-_BRINGS_ONE = "a replay from batch 0 that has begun brings at least one batch"
-_BEGINS_WHOLE = "only a hole that a replay begins with is passed, and this one begins whole"
-
-IMPOSSIBLE: Mapping[tuple[State, Input], str] = {
-    **{
-        (state, Input.NOTHING_HELD): _HOLDS_SOMETHING
-        for state in (
-            State.DOUBTING,
-            State.MAKING_UP,
-            State.LIVE_ADRIFT,
-            State.INCOMPLETE,
-            State.HOLED,
-            State.OVERFULL,
-            State.ADRIFT,
-            State.HOLED_ADRIFT,
-        )
-    },
-    **{
-        (state, Input.BEGINNING): _HOLDS_SOMETHING
-        for state in (
-            State.LIVE_ADRIFT,
-            State.INCOMPLETE,
-            State.HOLED,
-            State.OVERFULL,
-            State.HOLED_ADRIFT,
-        )
-    },
-    (State.MAKING_UP, Input.BEGINNING): _LATER_NUMBERS,
-    (State.REPLAYING, Input.GAP): _BEGINS_WHOLE,
-    (State.REPLAYING, Input.LOST): _BRINGS_ONE,
-}
-"""Pairs that `RESULTS` alone would allow, and the reasons why they cannot meet."""
+"""Every pair that can meet; `tests/kvevents/test_stream_repair.py` gives reasons for the others."""
 
 
 class StreamRepair:
@@ -374,7 +338,7 @@ class StreamRepair:
     @property
     def is_connected(self) -> bool:
         """Return False while there is no connection, or none any more."""
-        return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
+        return self.state.shown not in (SourceState.CONNECTING, SourceState.DEAD)
 
     def advance(self, given: Input) -> tuple[Action, ...]:
         """Go to the next state; return the actions, in order.
@@ -384,16 +348,13 @@ class StreamRepair:
         """
         transition = self._row.get(given)
         if transition is None:
-            reason = IMPOSSIBLE.get((self.state, given), "no question with this result is open")
-            raise RuntimeError(f"{self.state.value}: {given.value!r} cannot come: {reason}")
+            raise RuntimeError(f"{self.state.value}: {given.value!r} cannot come")
         if transition.state is not self.state:
             self._enter(transition.state)
         return transition.actions
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self.shown = SHOWN[state]
-        """The state that users see."""
         self._row = TABLE[state]
         self.stays_on_next = self._row.get(Input.NEXT) == _to(state)
         """True if the next batch changes nothing, so that `advance` can be left out."""

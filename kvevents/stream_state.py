@@ -1,7 +1,4 @@
-"""Defines the states of a followed stream, its inputs, and the actions.
-
-`SourceState` is what users see of the states; `kvevents.stream_repair` has the table over them.
-"""
+"""Defines the states, inputs and actions of a followed stream; see `kvevents.stream_repair`."""
 
 from __future__ import annotations
 
@@ -32,87 +29,68 @@ class State(Enum):
     so gaps are passed instead of asked about, until a look at it succeeds.
     """
 
+    shown: SourceState
+    """The state that users see."""
+
+    def __new__(cls, text: str, shown: SourceState) -> State:
+        state = object.__new__(cls)
+        state._value_, state.shown = text, shown
+        return state
+
     # No connection.
-    CONNECTING = "connecting"
+    CONNECTING = "connecting", SourceState.CONNECTING
     """Whole so far, or nothing was handed on yet."""
-    CONNECTING_INCOMPLETE = "connecting_incomplete"
+    CONNECTING_INCOMPLETE = "connecting_incomplete", SourceState.CONNECTING
     """Something was missing already."""
 
     # Repair; live batches wait.
-    VERIFYING = "verifying"
+    VERIFYING = "verifying", SourceState.RECOVERING
     """Whole but for the question under way: is it the same process, and what did it publish
     since?"""
-    DOUBTING = "doubting"
+    DOUBTING = "doubting", SourceState.RECOVERING
     """A batch looks like another process's; otherwise nothing is known to be missing."""
-    REBUILDING = "rebuilding"
+    REBUILDING = "rebuilding", SourceState.RECOVERING
     """Nothing is held; a snapshot is asked for, else everything the ring has."""
-    REFRESHING = "refreshing"
+    REFRESHING = "refreshing", SourceState.RECOVERING
     """Whole as far as known, and yet the consumer finds its picture wrong: a snapshot is asked for,
     else everything, if the ring still has it."""
-    REPLAYING = "replaying"
+    REPLAYING = "replaying", SourceState.RECOVERING
     """Taking the ring to its end; whole so far."""
-    MAKING_UP = "making_up"
+    MAKING_UP = "making_up", SourceState.RECOVERING
     """Something is lost: a snapshot is asked for, else the ring's batches behind the hole."""
-    LOADING = "loading"
+    LOADING = "loading", SourceState.RECOVERING
     """Taking a snapshot."""
-    LOADING_PARTLY = "loading_partly"
+    LOADING_PARTLY = "loading_partly", SourceState.RECOVERING
     """Taking a snapshot of which the consumer could not keep everything."""
 
     # At rest, or looking at the replay endpoint without a known loss; live batches are taken.
-    LIVE = "live"
+    LIVE = "live", SourceState.LIVE
     """Whole, and the replay endpoint is there to help."""
-    UNANSWERED = "unanswered"
+    UNANSWERED = "unanswered", SourceState.LIVE
     """Whole as far as known; the last look at the replay endpoint got no answer."""
-    SILENT = "silent"
+    SILENT = "silent", SourceState.SUSPECT
     """Whole as far as known, but no batch came between looks that got no answer: batches may not
     arrive any more."""
-    CROSSED = "crossed"
+    CROSSED = "crossed", SourceState.SUSPECT
     """Whole, but another process's batches come over the connection: the next one has to be proven,
     whatever its number."""
-    LIVE_ADRIFT = "live_adrift"
+    LIVE_ADRIFT = "live_adrift", SourceState.LIVE
     """Whole, but adrift."""
-    UNCONFIRMED = "unconfirmed"
+    UNCONFIRMED = "unconfirmed", SourceState.SUSPECT
     """Adrift since a connect or a gap. Whole as far as known, if it is still the same process."""
-    INCOMPLETE = "incomplete"
+    INCOMPLETE = "incomplete", SourceState.SUSPECT
     """Something is missing. A snapshot would repair it, or a ring that reaches back to batch 0."""
-    HOLED = "holed"
+    HOLED = "holed", SourceState.SUSPECT
     """Something is missing that the ring cannot give: a snapshot would repair it."""
-    OVERFULL = "overfull"
+    OVERFULL = "overfull", SourceState.SUSPECT
     """The consumer could not keep all of a snapshot; another one would not fit either."""
-    ADRIFT = "adrift"
+    ADRIFT = "adrift", SourceState.SUSPECT
     """Like INCOMPLETE, but adrift."""
-    HOLED_ADRIFT = "holed_adrift"
+    HOLED_ADRIFT = "holed_adrift", SourceState.SUSPECT
     """Like HOLED, but adrift."""
 
-    DEAD = "dead"
+    DEAD = "dead", SourceState.DEAD
     """No longer followed."""
-
-
-SHOWN: Mapping[State, SourceState] = {
-    State.CONNECTING: SourceState.CONNECTING,
-    State.CONNECTING_INCOMPLETE: SourceState.CONNECTING,
-    State.VERIFYING: SourceState.RECOVERING,
-    State.DOUBTING: SourceState.RECOVERING,
-    State.REBUILDING: SourceState.RECOVERING,
-    State.REFRESHING: SourceState.RECOVERING,
-    State.REPLAYING: SourceState.RECOVERING,
-    State.MAKING_UP: SourceState.RECOVERING,
-    State.LOADING: SourceState.RECOVERING,
-    State.LOADING_PARTLY: SourceState.RECOVERING,
-    State.LIVE: SourceState.LIVE,
-    State.UNANSWERED: SourceState.LIVE,
-    State.SILENT: SourceState.SUSPECT,
-    State.CROSSED: SourceState.SUSPECT,
-    State.LIVE_ADRIFT: SourceState.LIVE,
-    State.UNCONFIRMED: SourceState.SUSPECT,
-    State.INCOMPLETE: SourceState.SUSPECT,
-    State.HOLED: SourceState.SUSPECT,
-    State.OVERFULL: SourceState.SUSPECT,
-    State.ADRIFT: SourceState.SUSPECT,
-    State.HOLED_ADRIFT: SourceState.SUSPECT,
-    State.DEAD: SourceState.DEAD,
-}
-"""The state that users see, by state."""
 
 
 class Input(Enum):
@@ -251,54 +229,20 @@ CLEAR_REASONS: Mapping[Input, str] = {
 """Why the consumer is cleared, by the input that leads to it."""
 
 
+_KEPT_OTHERWISE = frozenset({Input.PARTLY_KEPT, Input.ALL_KNOWN})
+_ENDS_OF_A_REPLAY = frozenset(
+    {Input.REPLAY_END, Input.STRANGERS, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
+)
 RESULTS: Mapping[Action, frozenset[Input]] = {
-    Action.ASK_FROM_LAST: frozenset(
-        {
-            Input.NOTHING_HELD,
-            Input.NEWS,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.FOREIGN,
-            Input.MIXED,
-            Input.MOVED_ON,
-            Input.UNPROVABLE,
-            Input.VACANT,
-            Input.NO_ANSWER,
-        }
-    ),
-    Action.FOLLOW: frozenset(
-        {
-            Input.PARTLY_KEPT,
-            Input.ALL_KNOWN,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.FOREIGN,
-            Input.NO_ANSWER,
-        }
-    ),
-    Action.FOLLOW_PAST_HOLES: frozenset(
-        {
-            Input.BEGINNING,
-            Input.PARTLY_KEPT,
-            Input.ALL_KNOWN,
-            Input.GAP,
-            Input.IDENTITY_CHANGED,
-            Input.MALFORMED,
-            Input.REPLAY_END,
-            Input.STRANGERS,
-            Input.CUT_SHORT,
-            Input.LOST,
-            Input.NO_ANSWER,
-        }
-    ),
+    Action.ASK_FROM_LAST: _ENDS_OF_A_REPLAY
+    | {Input.NOTHING_HELD, Input.NEWS, Input.FOREIGN, Input.MIXED}
+    | {Input.MOVED_ON, Input.UNPROVABLE, Input.VACANT},
+    Action.FOLLOW: _ENDS_OF_A_REPLAY | _KEPT_OTHERWISE | {Input.FOREIGN},
+    Action.FOLLOW_PAST_HOLES: _ENDS_OF_A_REPLAY
+    | _KEPT_OTHERWISE
+    | {Input.BEGINNING, Input.GAP, Input.IDENTITY_CHANGED, Input.MALFORMED},
     Action.ASK_SNAPSHOT: frozenset({Input.SNAPSHOT_BEGINS, Input.NO_SNAPSHOT, Input.NO_ANSWER}),
-    Action.TAKE_SNAPSHOT: frozenset(
-        {Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.SNAPSHOT_END, Input.SNAPSHOT_BROKEN}
-    ),
+    Action.TAKE_SNAPSHOT: _KEPT_OTHERWISE | {Input.SNAPSHOT_END, Input.SNAPSHOT_BROKEN},
     Action.ASK_FROM_0: frozenset(
         {Input.RING_FROM_0, Input.RING_LATER, Input.RING_EMPTY, Input.VACANT, Input.NO_ANSWER}
     ),

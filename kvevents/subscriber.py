@@ -3,8 +3,7 @@
 A stream is *live* until a number is missing; then the replay endpoint is asked
 (`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
 may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
-no gap. Every connection is a new socket (`Subscription`), so that all its batches come from one
-process.
+no gap.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from kvevents.endpoints import Context
 from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, Connection, LiveStream
 from kvevents.messages import Batch, read_live
-from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
+from kvevents.pacing import Backoff, Pacer, SilenceTimer
 from kvevents.recovery import Recovery
-from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint, no_answer_from
+from kvevents.replay import AskedEndpoints, ReplayLimits
 from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
 from kvevents.stream_repair import StreamRepair
@@ -88,23 +87,23 @@ class Subscription(SocketConnection):
     """Batches from one publisher, of one process: it connects once and never again.
 
     Args:
-        endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+        only_topic: The only topic that counts; None: every one.
     """
 
-    def __init__(self, context: Context, endpoint: str, topic: bytes, limits: SocketLimits) -> None:
-        super().__init__(context, zmq.SUB, endpoint, limits, topic)
+    def __init__(
+        self, context: Context, endpoint: str, only_topic: bytes | None, limits: SocketLimits
+    ) -> None:
+        super().__init__(context, zmq.SUB, endpoint, limits, only_topic or b"")
+        self._only_topic = only_topic
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Return the next batch, None if none has come.
-
-        Args:
-            topic: The only topic that counts; None: every one.
 
         Raises:
             MalformedBatch: A message that is not a batch.
         """
         frames = self.receive_three()
-        return None if frames is None else read_live(frames, topic)
+        return None if frames is None else read_live(frames, self._only_topic)
 
 
 class Subscriber:
@@ -148,16 +147,20 @@ class Subscriber:
         if snapshot_endpoint is not None:
             check_connectable("snapshot_endpoint", snapshot_endpoint)
         self._endpoint = endpoint
-        self._replay_endpoint = replay_endpoint
-        self._snapshot_endpoint = snapshot_endpoint
         self._topic = None if topic is None else topic.encode()
         self._options = options or SubscriberOptions()
+        self._asked = AskedEndpoints(
+            replay_endpoint,
+            snapshot_endpoint,
+            self._topic,
+            self._options.socket,
+            self._options.replay,
+        )
         self._context = context
         self._pacer = pacer or Pacer()
         self._connect = connect
         self._has_unique_numbers = has_unique_numbers
-        self._counters = StreamCounters()
-        self._delivery = Delivery(consumer, self._counters)
+        self._delivery = Delivery(consumer)
         if resume is not None:
             self._delivery.resume(resume)
         self._stream = StreamRepair()
@@ -169,13 +172,13 @@ class Subscriber:
         """Counts since the start, and the state now."""
         return SubscriberStatistics(
             endpoint=self._endpoint,
-            replay_endpoint=self._replay_endpoint,
+            replay_endpoint=self._asked.replay,
             state=self._delivery.shown,
             last_seq=self._delivery.tracker.last,
             last_message_at=self._delivery.last_message_at,
             publisher_id=self._delivery.tracker.publisher_id,
             problem=self._problem(),
-            **asdict(self._counters),
+            **asdict(self._delivery.counters),
         )
 
     def position(self) -> StreamPosition | None:
@@ -192,7 +195,7 @@ class Subscriber:
         """
         self._is_distrusted = True
         if self._live is not None:
-            self._live.wake()
+            self._live.connection.wake_up.set()
 
     async def run(self) -> None:
         """Follow until cancelled; no socket is left behind. To be called once.
@@ -213,9 +216,9 @@ class Subscriber:
             return None
         if self._stream.state is State.CROSSED:
             return "batches of another engine come over its event stream"
-        if self._counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
+        if self._delivery.counters.unanswered_in_a_row < ENOUGH_UNANSWERED:
             return None
-        return no_answer_from(self._replay_endpoint, self._snapshot_endpoint)
+        return self._asked.no_answer
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class Subscriber:
 
     async def _open(self, live: LiveStream) -> None:
         try:
-            await live.open()
+            await live.connection.open()
         except (ForeignAddress, HandshakeFailed) as problem:
             self._delivery.report(problem)
             raise
@@ -249,27 +252,17 @@ class Subscriber:
         if self._connect is not None:
             connection = self._connect()
         else:
-            topic = self._topic or b""
-            connection = Subscription(context, self._endpoint, topic, self._options.socket)
-        return LiveStream(
-            connection, self._topic, self._options.backlog, self._counters, self._delivery.report
-        )
+            connection = Subscription(context, self._endpoint, self._topic, self._options.socket)
+        return LiveStream(connection, self._options.backlog, self._delivery)
 
     def _recovery(self, context: zmq.Context[Any]) -> Recovery:
         options = self._options
-        replay = self._replay_endpoint and ReplayEndpoint(
-            context, self._replay_endpoint, options.socket, options.replay, self._topic
-        )
-        snapshots = self._snapshot_endpoint and SnapshotEndpoint(
-            context, self._snapshot_endpoint, options.socket, options.replay
-        )
         return Recovery(
             self._stream,
             self._delivery,
-            self._counters,
-            replay or None,
-            snapshots or None,
-            WorkSlice(self._pacer),
+            self._asked,
+            context,
+            self._pacer,
             self._silence,
             Backoff(options.first_retry_s, options.max_retry_s),
             options.patience_s,
@@ -278,62 +271,57 @@ class Subscriber:
 
     def _enter(self, given: Input) -> None:
         self._stream.advance(given)
-        self._delivery.show(self._stream.shown)
+        self._delivery.show(self._stream.state.shown)
 
     # --- batches ----------------------------------------------------------------------------------
 
     async def _follow(self, live: LiveStream, recovery: Recovery) -> None:
         """Take batches until the connection is lost."""
-        self._counters.connections += 1
+        self._delivery.counters.connections += 1
         self._live = live
         await recovery.connected(live)
-        intake = _Intake(live, recovery, self._delivery, self._pacer)
+        intake = _Intake(recovery, self._pacer)
         while self._stream.is_connected:
             has_all = intake.question is None and intake.take(await self._pacer.turn())
             if intake.question is not None:
                 await intake.follow_up()
-            elif has_all and live.is_down:
+            elif has_all and live.connection.is_down:
                 if self._has_unique_numbers and self._delivery.shown is SourceState.LIVE:
-                    self._delivery.expect_next()
+                    self._delivery.proves_by_number = True
                 self._enter(Input.DISCONNECTED)
             if self._is_distrusted and self._stream.is_connected:
                 self._is_distrusted = has_all = False
-                await recovery.rebuild(live)
+                await recovery.react_to(Input.DISTRUSTED)
             # A live stream is looked at only after a silence, so not while batches wait.
             if has_all or self._stream.state is not State.LIVE:
-                await self._look_or_wait(recovery, live, intake if has_all else None)
+                await self._look_or_wait(recovery, intake if has_all else None)
 
-    async def _look_or_wait(
-        self, recovery: Recovery, live: LiveStream, idle: _Intake | None
-    ) -> None:
+    async def _look_or_wait(self, recovery: Recovery, idle: _Intake | None) -> None:
         if not self._stream.is_connected:
             return
         if self._silence.is_over():
-            await recovery.look(live)
+            await recovery.react_to(Input.SILENCE)
         elif idle is not None:
             left_s = max(self._silence.left_s, 0.0)
             await idle.wait(min(left_s, self._options.max_probe_s))
 
 
+@dataclass(eq=False, repr=False)
 class _Intake:
     """Hands on the batches of one connection, a turn at a time.
 
     While the subscriber's task has nothing else to do, batches go from the socket to the consumer
     without it, in the event loop's own call: a task's switch would cost more than a small batch.
-
-    Args:
-        delivery: Gets reports of malformed messages.
     """
 
-    def __init__(
-        self, live: LiveStream, recovery: Recovery, delivery: Delivery, pacer: Pacer
-    ) -> None:
-        self.question: Action | None = None
-        """The question that the last batch raised; nothing is taken until it is followed up."""
-        self._live = live
-        self._recovery = recovery
-        self._delivery = delivery
-        self._pacer = pacer
+    recovery: Recovery
+    """Has the connection, and decides about batches."""
+    pacer: Pacer
+    question: Action | None = None
+    """The question that the last batch raised; nothing is taken until it is followed up."""
+
+    def __post_init__(self) -> None:
+        self._live = self.recovery.live
         self._failure: BaseException | None = None
         self._is_waiting = self._is_queued = False
 
@@ -343,18 +331,18 @@ class _Intake:
         Args:
             ends_at: When the turn ends at the latest, on the monotonic clock.
         """
-        live, recovery = self._live, self._recovery
+        live, recovery = self._live, self.recovery
         has_any = has_all = False
         for _ in range(_BATCHES_A_TURN):
             try:
                 batch = live.next()
             except MalformedBatch as problem:
-                self._delivery.report(problem)
+                recovery.delivery.report(problem)
                 continue
             if batch is None:
                 has_all = True
                 break
-            self.question = recovery.take(live, batch)
+            self.question = recovery.take(batch)
             if self.question is not None or monotonic() >= ends_at:
                 has_any = True
                 break
@@ -369,7 +357,7 @@ class _Intake:
     async def follow_up(self) -> None:
         """Follow up the last batch's question."""
         question, self.question = self.question, None
-        await self._recovery.follow_up(self._live, question)
+        await self.recovery.follow_up(question)
 
     async def wait(self, timeout_s: float) -> None:
         """Hand on batches, until there is other work or *timeout_s* is over."""
@@ -386,7 +374,7 @@ class _Intake:
         if self._is_queued or self.question is not None or self._failure is not None:
             return
         now = monotonic()
-        ends_at = self._pacer.begin(now)
+        ends_at = self.pacer.begin(now)
         if ends_at:
             self._work(now, ends_at)
         else:
@@ -394,7 +382,7 @@ class _Intake:
 
     def _queue(self) -> None:
         self._is_queued = True
-        self._pacer.call_in_turn(self._work_in_turn)
+        self.pacer.call_in_turn(self._work_in_turn)
 
     def _work_in_turn(self, ends_at: float) -> bool:
         self._is_queued = False
@@ -408,11 +396,11 @@ class _Intake:
             while ends_at and not has_all and self.question is None:
                 has_all = self.take(ends_at)
                 before, now = now, monotonic()
-                self._pacer.end(now - before)
-                ends_at = self._pacer.begin(now)
+                self.pacer.end(now - before)
+                ends_at = self.pacer.begin(now)
         except BaseException as error:  # noqa: BLE001 - raised again in the task
             self._failure = error
         if self.question is not None or self._failure is not None:
-            self._live.wake()
+            self._live.connection.wake_up.set()
         elif not has_all:
             self._queue()

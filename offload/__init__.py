@@ -26,7 +26,7 @@ The files; each imports only what is listed above it:
     event_log.py       what a step changed, reported presence-exactly
     block_pool.py      blocks: given out, taken back, cached, evicted
     groups/            block tables, and what each kind of attention needs of them
-    coordinator.py     one hit for all groups: without caching, a single group, hybrid
+    coordinator.py     one hit for all groups, and a request's blocks in each
     cache_manager.py   the scheduler's interface: look up, allocate, cache, free, take events
     base.py            keys, specs, and the protocols of lower tiers
     tier_manager.py    what happens to a tier's blocks, in memory or on disk; events
@@ -43,14 +43,10 @@ The files; each imports only what is listed above it:
 from offload.base import OffloadingManager, OffloadingWorker
 from offload.cache_manager import AllocatedBlocks, CacheManager, CacheStatistics
 from offload.config import CacheConfig
-from offload.connector import (
-    ConnectorStatistics,
-    ExternalHit,
-    FinishedLoads,
-    OffloadingConnector,
-    StoreScope,
-    Tier,
-)
+from offload.connector.connector import ConnectorStatistics, FinishedLoads, OffloadingConnector
+from offload.connector.load_plan import ExternalHit
+from offload.connector.store_plan import StoreScope
+from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
 from offload.errors import (
     BlockFileError,

@@ -171,7 +171,6 @@ class OffloadingManager(Protocol):
     @property
     def medium(self) -> str:
         """The tier's name on the wire."""
-        ...
 
     def on_new_request(self, context: RequestContext) -> None:  # noqa: ARG002
         """A request is about to be looked up for the first time; a preempted one begins anew."""
@@ -186,7 +185,6 @@ class OffloadingManager(Protocol):
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """Look a block up. This does not count as use."""
-        ...
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
         """Mark blocks as used; called once per request.
@@ -194,7 +192,6 @@ class OffloadingManager(Protocol):
         Args:
             keys: The last one is the most recently used; keys the tier does not hold are ignored.
         """
-        ...
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
         """Protect blocks from eviction and return their places, one block per key.
@@ -205,7 +202,6 @@ class OffloadingManager(Protocol):
         Raises:
             TierStateError: A key is not a hit. Nothing was protected.
         """
-        ...
 
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
@@ -218,7 +214,6 @@ class OffloadingManager(Protocol):
         Raises:
             TierStateError: A key has no load in flight.
         """
-        ...
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], context: RequestContext
@@ -229,7 +224,6 @@ class OffloadingManager(Protocol):
         Args:
             keys: Blocks offered to the tier; repeated keys count once.
         """
-        ...
 
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
@@ -243,7 +237,6 @@ class OffloadingManager(Protocol):
         Raises:
             TierStateError: A key has no store in flight.
         """
-        ...
 
     def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
         """Per block that an earlier process left, the hashes of the GPU blocks it covers.
@@ -254,11 +247,9 @@ class OffloadingManager(Protocol):
 
     def reset(self) -> None:
         """Drop every block; one that is in flight is not a hit and goes when its copy is over."""
-        ...
 
     def take_events(self) -> list[OffloadingEvent]:
         """Take the stores and removals since the last call, in order."""
-        ...
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -306,16 +297,12 @@ class OffloadingWorker(Protocol):
             TransferError: Shapes, sizes or ids do not fit, or the worker was shut down. Nothing was
                 queued.
         """
-        ...
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that ended since the last call, in the order of their submission. Never waits."""
-        ...
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return when these jobs have ended; `get_finished` still reports them."""
-        ...
 
     def shutdown(self) -> None:
         """Finish the queued jobs and stop."""
-        ...

@@ -61,14 +61,7 @@ class BlockPool:
             num_blocks: Pages of the cache, at least two: the first is the null block and is never
                 given out.
             event_log: Records every change of presence; its owner takes the events.
-
-        Raises:
-            BlockRangeError: Fewer than two blocks.
         """
-        if num_blocks < 2:
-            raise BlockRangeError(
-                f"num_blocks {num_blocks} must be at least 2: the null block and one to hold"
-            )
         self._blocks = [Block(index) for index in range(num_blocks)]
         self.null_block = self._blocks[0]
         self.null_block.is_null = True

@@ -24,7 +24,7 @@ from kvevents.events import Event
 from offload.block import Block
 from offload.block_pool import BlockPool, PoolStatistics
 from offload.config import CacheConfig
-from offload.coordinator import ComputedBlocks, create_coordinator
+from offload.coordinator import ComputedBlocks, Coordinator
 from offload.errors import CacheConfigError, RequestStateError
 from offload.event_log import EventLog
 from offload.groups.base import RequestNeed
@@ -90,7 +90,7 @@ class CacheManager:
         self.config = config
         self._log = EventLog(config.layout.groups) if config.enable_events else None
         self.pool = BlockPool(config.num_blocks, config.layout.groups, self._log)
-        self.coordinator = create_coordinator(config, self.pool)
+        self.coordinator = Coordinator(config, self.pool)
         self._counts = CacheCounts()
 
     @property
@@ -159,10 +159,25 @@ class CacheManager:
         Raises:
             RequestStateError: The call does not fit the request's state.
         """
+        _check_not_negative(
+            request,
+            num_new_tokens=num_new_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_external_tokens=num_external_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            reserved_blocks=reserved_blocks,
+        )
         hit = computed or self.coordinator.no_blocks
-        amounts = (num_new_tokens, num_lookahead_tokens, num_external_tokens, num_encoder_tokens)
-        _check_not_negative(request, (*amounts, reserved_blocks))
-        need = self._need(request, hit, *amounts)
+        num_computed_tokens = request.num_computed_tokens + hit.num_tokens + num_external_tokens
+        num_tokens = num_computed_tokens + num_new_tokens
+        need = RequestNeed(
+            num_tokens=num_tokens,
+            num_slots=min(num_tokens + num_lookahead_tokens, self.config.max_model_len),
+            num_computed_tokens=num_computed_tokens,
+            computed_blocks=hit.blocks,
+            num_external_tokens=num_external_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+        )
         self._check_call(request, hit, need)
         if not self._fits(request, need, full_sequence_must_fit, reserved_blocks):
             self._counts.refused += 1
@@ -234,26 +249,6 @@ class CacheManager:
 
     # --- steps of allocate_slots ------------------------------------------------------------------
 
-    def _need(
-        self,
-        request: CacheRequest,
-        hit: ComputedBlocks,
-        num_new_tokens: int,
-        num_lookahead_tokens: int,
-        num_external_tokens: int,
-        num_encoder_tokens: int,
-    ) -> RequestNeed:
-        num_computed_tokens = request.num_computed_tokens + hit.num_tokens + num_external_tokens
-        num_tokens = num_computed_tokens + num_new_tokens
-        return RequestNeed(
-            num_tokens=num_tokens,
-            num_slots=min(num_tokens + num_lookahead_tokens, self.config.max_model_len),
-            num_computed_tokens=num_computed_tokens,
-            computed_blocks=hit.blocks,
-            num_external_tokens=num_external_tokens,
-            num_encoder_tokens=num_encoder_tokens,
-        )
-
     def _check_call(self, request: CacheRequest, hit: ComputedBlocks, need: RequestNeed) -> None:
         place = f"request {request.request_id!r}"
         if self.holds(request.request_id):
@@ -318,17 +313,9 @@ class CacheManager:
         self._counts.external_tokens += need.num_external_tokens
 
 
-_AMOUNTS = (
-    "num_new_tokens",
-    "num_lookahead_tokens",
-    "num_external_tokens",
-    "num_encoder_tokens",
-    "reserved_blocks",
-)
-
-
-def _check_not_negative(request: CacheRequest, amounts: Sequence[int]) -> None:
-    if min(amounts) >= 0:
-        return
-    name, amount = next(pair for pair in zip(_AMOUNTS, amounts, strict=True) if pair[1] < 0)
-    raise RequestStateError(f"request {request.request_id!r}: {name} {amount} must not be negative")
+def _check_not_negative(request: CacheRequest, **amounts: int) -> None:
+    for name, amount in amounts.items():
+        if amount < 0:
+            raise RequestStateError(
+                f"request {request.request_id!r}: {name} {amount} must not be negative"
+            )

@@ -1,37 +1,30 @@
 """The groups of one cache together: one hit for all of them, and blocks for a request in each.
 
-Three forms: without caching nothing is found; a single group is asked by itself; several must agree
-on one length, by the rule in `kvevents/hit_rule.py`. Whether a request fits is decided by the cache
-manager.
+All groups must agree on one length, by the rule in `kvevents/hit_rule.py`. Without prefix caching
+blocks are given out and taken back, and none is found again. Whether a request fits is decided by
+the cache manager.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-
-from typing_extensions import override
 
 from kvevents.events import GroupIdx
 from kvevents.hit_rule import Present, equal_groups, longest_accepted, longest_hit
 from kvevents.layout import GroupKind, KVCacheLayout
 from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
-from offload.groups.base import GroupManager, GroupSettings, RequestNeed, Retention
-from offload.groups.chunked_local import ChunkedLocalManager
+from offload.groups.base import GroupManager, RequestNeed, Retention
 from offload.groups.cross_attention import CrossAttentionManager
-from offload.groups.full import FullAttentionManager
+from offload.groups.local import ChunkedLocalManager, SlidingWindowManager
 from offload.groups.mamba import MambaManager
-from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 
 _MANAGERS: dict[GroupKind, type[GroupManager]] = {
-    GroupKind.FULL: FullAttentionManager,
+    GroupKind.FULL: GroupManager,
     GroupKind.SLIDING_WINDOW: SlidingWindowManager,
     GroupKind.CHUNKED_LOCAL: ChunkedLocalManager,
     GroupKind.MAMBA: MambaManager,
@@ -56,41 +49,64 @@ class ComputedBlocks:
     scheduler with states ends a chunk there."""
 
 
-class Coordinator(ABC):
-    """Blocks of all groups for a request; its forms differ in the blocks they find and cache."""
+class Coordinator:
+    """Finds, caches and allocates a request's blocks in all groups."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
+        """
+        Args:
+            pool: Shared by all groups.
+        """
         self.layout = config.layout
         self.pool = pool
         self.scheduler_block_size = config.scheduler_block_size
         self.retention_interval = config.retention_interval
         self.managers = tuple(
-            _create_manager(GroupIdx(index), config, pool)
-            for index in range(len(config.layout.groups))
+            _MANAGERS[group.kind](GroupIdx(index), config, pool)
+            for index, group in enumerate(config.layout.groups)
         )
         self.no_blocks = ComputedBlocks(0, tuple(() for _ in self.managers))
+        self._enable_caching = config.enable_caching
+        self._has_states = any(group.kind is GroupKind.MAMBA for group in config.layout.groups)
 
     # --- finding and caching ----------------------------------------------------------------------
 
-    @abstractmethod
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         """The longest prefix that every group can serve.
 
         Args:
             limit: Longest hit wanted, in tokens.
         """
+        if not self._enable_caching:
+            return self.no_blocks
+        present, reach = self._present(request), self._reach(request)
+        num_tokens = longest_hit(self.layout, present, limit, reach)
+        boundary = self._shared_prefix_boundary(request, limit, num_tokens)
+        blocks = self.no_blocks.blocks
+        if num_tokens:
+            blocks = tuple(self._hit_table(request, each, num_tokens) for each in self.managers)
+        return ComputedBlocks(num_tokens, blocks, self.pool.evictions, boundary)
 
-    @abstractmethod
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
         """The longest prefix in tokens that each group could serve by itself; for display."""
+        if not self._enable_caching:
+            return (0,) * len(self.managers)
+        present, reach = self._present(request), self._reach(request)
+        indexes = range(len(self.managers))
+        return tuple(
+            longest_accepted(self.layout, index, present, limit, reach) for index in indexes
+        )
 
-    @abstractmethod
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Make full blocks of a request findable.
 
         Args:
             num_tokens: How far its blocks are written, or will be by the end of this step.
         """
+        if self._enable_caching:
+            for manager in self.managers:
+                cacheable = self._within_hits(manager, num_tokens)
+                manager.cache_blocks(request, cacheable, self._retention(request, manager))
 
     def still_holds(self, request: CacheRequest, hit: ComputedBlocks) -> bool:
         """Return whether a hit's blocks still hold the prefix they were found for."""
@@ -188,60 +204,53 @@ class Coordinator(ABC):
         """Per block id, how many block tables list the block."""
         return sum((manager.references() for manager in self.managers), Counter[int]())
 
+    # --- inside -----------------------------------------------------------------------------------
 
-class UncachedCoordinator(Coordinator):
-    """Without prefix caching: blocks are given out and taken back, and none is found again."""
+    def _shared_prefix_boundary(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
+        """How far the leading group's blocks reach, if a sparsely kept group cut the hit short.
 
-    @override
-    def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
-        return self.no_blocks
+        With `retention_interval` 0, and a request that shares 20 tokens with an earlier one:
 
-    @override
-    def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
-        return tuple(0 for _ in self.managers)
+                             0         20                  40
+            full attention   xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx     the earlier prompt, whole
+            sliding window   .............................x     only its end was retained
+            this request     ssssssssssoooooooooooooo           hit 0, boundary 20
+        """
+        if len(self.managers) == 1 or (self.retention_interval is None and not self._has_states):
+            return 0
+        leading, present = _leading_group(self.layout), self._present(request)
+        group = self.layout.groups[leading]
+        behind = num_tokens + group.block_size
+        if group.kind is GroupKind.FULL and not (behind <= limit and present(leading, behind)):
+            return 0  # its run ends here too
+        longest = longest_accepted(self.layout, leading, present, limit, self._reach(request))
+        return longest if longest > num_tokens else 0
 
-    @override
-    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Do nothing."""
-
-
-class SingleGroupCoordinator(Coordinator):
-    """One group: its own hit is the hit, and every full block of it may be kept."""
-
-    @override
-    def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
-        present, reach = self._present(request), self._reach(request)
-        num_tokens = longest_hit(self.layout, present, limit, reach)
-        return self._computed_blocks(request, num_tokens, 0)
-
-    @override
-    def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
-        present, reach = self._present(request), self._reach(request)
-        indexes = range(len(self.managers))
-        return tuple(
-            longest_accepted(self.layout, index, present, limit, reach) for index in indexes
-        )
-
-    @override
-    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        for manager in self.managers:
-            manager.cache_blocks(request, num_tokens, self._retention(request, manager))
+    def _within_hits(self, manager: GroupManager, num_tokens: int) -> int:
+        """Return how far a group's blocks are worth caching: where several groups must agree, to
+        the last end that a hit can have; by itself a group may keep every full block."""
+        if len(self.managers) == 1:
+            return num_tokens
+        aligned = num_tokens // self.scheduler_block_size * self.scheduler_block_size
+        if aligned and manager.eagle:  # EAGLE's block lies behind the boundary
+            return min(num_tokens, aligned + manager.block_size)
+        return aligned
 
     def _retention(self, request: CacheRequest, manager: GroupManager) -> Retention:
         """Return where later requests can resume behind this one."""
         if self.retention_interval is None:
             return _KEEP_ALL
-        ends = resume_positions(
+        hints, shared = request.hints, request.shared_prefix_boundary
+        ends = self._resumed_at(hints.boundaries)
+        ends += resume_positions(
             request.num_prompt_tokens, self.scheduler_block_size, bool(self.layout.eagle)
         )
-        hints, shared = request.hints, request.shared_prefix_boundary
-        ends = (*ends, *self._resumed_at(hints.boundaries))
         if shared:
-            ends = (*ends, shared)
-            if manager.settings.eagle:
+            ends.append(shared)
+            if manager.eagle:
                 # A request that leaves the shared prefix right at its end lacks EAGLE's block
                 # behind it, and resumes a block before.
-                ends = (*ends, max(shared - manager.block_size, 0))
+                ends.append(max(shared - manager.block_size, 0))
         # A prompt that ends with a full block is resumed before that block by the same one again,
         # and behind it by a next turn whose response fills no block.
         kept_behind = request.num_prompt_tokens - 1 if hints.keep_end else None
@@ -264,18 +273,8 @@ class SingleGroupCoordinator(Coordinator):
 
     def _present(self, request: CacheRequest) -> Present:
         hashes, step = request.block_hashes, self.layout.hash_block_size
-        cached: list[CachedBlocks] = [
-            self.pool.cached(manager.group_idx) for manager in self.managers
-        ]
+        cached = [self.pool.cached(manager.group_idx) for manager in self.managers]
         return lambda group, end: hashes[end // step - 1] in cached[group]
-
-    def _computed_blocks(
-        self, request: CacheRequest, num_tokens: int, boundary: int
-    ) -> ComputedBlocks:
-        if not num_tokens:
-            return ComputedBlocks(0, self.no_blocks.blocks, self.pool.evictions, boundary)
-        tables = tuple(self._hit_table(request, manager, num_tokens) for manager in self.managers)
-        return ComputedBlocks(num_tokens, tables, self.pool.evictions, boundary)
 
     def _hit_table(
         self, request: CacheRequest, manager: GroupManager, num_tokens: int
@@ -289,64 +288,6 @@ class SingleGroupCoordinator(Coordinator):
             assert block is not None  # the hit rule has just found it
             table.append(block)
         return table
-
-
-class HybridCoordinator(SingleGroupCoordinator):
-    """Several groups: the hit is what all accept, and only blocks within such a hit are kept."""
-
-    @cached_property
-    def _has_states(self) -> bool:
-        return any(group.kind is GroupKind.MAMBA for group in self.layout.groups)
-
-    @override
-    def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
-        present, reach = self._present(request), self._reach(request)
-        num_tokens = longest_hit(self.layout, present, limit, reach)
-        boundary = self._shared_prefix_boundary(request, limit, num_tokens)
-        return self._computed_blocks(request, num_tokens, boundary)
-
-    def _shared_prefix_boundary(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
-        """How far the leading group's blocks reach, if a sparsely kept group cut the hit short.
-
-        With `retention_interval` 0, and a request that shares 20 tokens with an earlier one:
-
-                             0         20                  40
-            full attention   xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx     the earlier prompt, whole
-            sliding window   .............................x     only its end was retained
-            this request     ssssssssssoooooooooooooo           hit 0, boundary 20
-        """
-        if self.retention_interval is None and not self._has_states:
-            return 0
-        leading, present = _leading_group(self.layout), self._present(request)
-        group = self.layout.groups[leading]
-        behind = num_tokens + group.block_size
-        if group.kind is GroupKind.FULL and not (behind <= limit and present(leading, behind)):
-            return 0  # its run ends here too
-        longest = longest_accepted(self.layout, leading, present, limit, self._reach(request))
-        return longest if longest > num_tokens else 0
-
-    @override
-    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        step = self.scheduler_block_size
-        aligned = num_tokens // step * step
-        for manager in self.managers:
-            cacheable = aligned
-            if aligned and manager.settings.eagle:  # EAGLE's block lies behind the boundary
-                cacheable = min(num_tokens, aligned + manager.block_size)
-            manager.cache_blocks(request, cacheable, self._retention(request, manager))
-
-
-def create_coordinator(config: CacheConfig, pool: BlockPool) -> Coordinator:
-    """Create the form that fits the configuration.
-
-    Args:
-        pool: Shared by all groups.
-    """
-    if not config.enable_caching:
-        return UncachedCoordinator(config, pool)
-    if len(config.layout.groups) == 1:
-        return SingleGroupCoordinator(config, pool)
-    return HybridCoordinator(config, pool)
 
 
 def resume_positions(
@@ -368,21 +309,6 @@ def resume_positions(
     step = scheduler_block_size
     ends = ((num_prompt_tokens - 1) // step * step, num_prompt_tokens // step * step)
     return tuple(sorted({max(end - step, 0) for end in ends}))
-
-
-def _create_manager(group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> GroupManager:
-    group = config.layout.groups[group_idx]
-    is_cached = group.kind is not GroupKind.NOT_CACHED
-    settings = GroupSettings(
-        group_idx=group_idx,
-        group=group,
-        # An encoder's blocks take no part in hits, so they need not fit the scheduler's.
-        scheduler_block_size=config.scheduler_block_size if is_cached else group.block_size,
-        max_in_flight_tokens=config.max_in_flight_tokens,
-        max_model_len=config.max_model_len,
-        eagle=group_idx in config.layout.eagle,
-    )
-    return _MANAGERS[group.kind](settings, pool)
 
 
 def _leading_group(layout: KVCacheLayout) -> int:

@@ -1,14 +1,5 @@
 """Defines the errors of an engine's KV cache.
 
-    OffloadError
-    ├── CacheConfigError      sizes of a cache or a tier contradict each other
-    ├── RequestStateError     a call does not fit the request's state
-    ├── BlockRangeError       a block id or a count lies outside its pool
-    ├── TransferError         shapes, sizes or ids of a copy job do not fit; nothing was queued
-    ├── TierStateError        a prepare or complete call does not fit the state of a tier's block
-    ├── EngineRequestError    the small engine can never serve the request
-    └── BlockFileError        a block's file is missing, unreadable or damaged
-
 Messages name place, value and rule, and never carry token ids: those are prompts.
 """
 

@@ -76,7 +76,6 @@ class PeerSource:
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Self | None:
         """Read `remote_kv_source`; None where the field is missing.
 
-
         Raises:
             EngineRequestError: A field is of another form; the message names place, value and rule.
         """

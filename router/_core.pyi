@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kvevents.events import BlockHash
-from router.fleet.engine_order import OrderFacts
+from router.fleet.entrance import OrderFacts
 from router.index.base import ApplyResult, Hit, SourceId
 from router.index.mirror_types import ByTier
 from router.policies import Candidate, Weights
@@ -204,7 +204,11 @@ class Mirror:
     def outlooks(
         self, model: int, caches: Sequence[int], capacities: Sequence[int | None], now: float
     ) -> list[tuple[float, float | None, float, float, float, float]]:
-        """Of each cache the fields of a `CacheOutlook`."""
+        """Return of each cache the uncached tokens in prefill there that are computed by now, for
+        how many seconds the block evicted next has been idle (None while it evicts nothing), the
+        probability that this block is used again, prompt tokens to compute and requests that it got
+        per second lately, and the cost of bringing back what it evicts, relative to computing
+        it."""
     def in_prefill(self, prompt: Prompt, tokens: int) -> list[tuple[int, int, int]]:
         """Caches, and the tokens that the hit and the full attention of each will have before
         events show them."""
@@ -424,7 +428,9 @@ class Placing:
     def under_way(self) -> int: ...
     def allow(self, most: int) -> None:
         """From now on no more requests than so many may be under way here."""
-    def company(self, replica_id: str) -> tuple[int, int, float]: ...
+    def company(self, replica_id: str) -> tuple[int, int, float]:
+        """Requests under way at a replica, those begun there in all, and when the last ended:
+        seconds on the monotonic clock, or -inf."""
     def begun(self) -> dict[str, int]:
         """Requests that began at each replica."""
     def forget(self, replica_id: str) -> None: ...

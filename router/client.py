@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -82,7 +81,7 @@ class Selection:
     `unavailable`. It counts against its health."""
 
     def report(self, outcome: str) -> dict[str, Any]:
-        """The body that ends the reservation."""
+        """Return the body that ends the reservation."""
         found = {
             "outcome": outcome,
             "usage": self.usage,
@@ -144,12 +143,7 @@ class SelectionClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -197,12 +191,7 @@ class AsyncSelectionClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -5,33 +5,10 @@
     ├── PolicyError             a policy is unknown, cannot be made, or broke a rule
     ├── InvalidReplicaResponse  a replica's report about itself makes no sense
     └── RequestError            the response to a client's or an operator's request is an error
-        ├── BadRequest          400  the input breaks a rule: place, value, rule
-        │   └── PromptTooLong   400  a prompt is longer than any replica takes
-        ├── Unauthorized        401  no API key, or a wrong one
-        ├── ForeignHost         403  `Host` names another machine
-        ├── ForeignOrigin       403  a page on another origin wants to change something
-        ├── LoopbackOnly        403  without an operator key, only this machine operates
-        ├── CaptureDisabled     403  prompts may not be recorded here
-        ├── ModelNotAllowed     403  the key is not for this model
-        ├── UnknownModel        404  no replica serves a model of that name
-        ├── UnknownReplica      404  no replica has that id
-        ├── UnknownResponse     404  no stored response of that id was made with this key
-        ├── UnknownReservation  404  there is no such reservation, or no longer
-        ├── UnknownPath         404  no such endpoint
-        ├── MethodNotAllowed    405  the endpoint takes other methods
-        ├── ReplicaExists       409  the id or the URL is taken
-        ├── ReservationExists   409  its id is taken
-        ├── NotRecordable       409  this cache cannot be recorded now
-        ├── NoSnapshot          409  another router asks for a snapshot, and none is usable
-        ├── BodyTooLarge        413  over the bound on bodies
-        ├── NotJson             415  what changes something must be sent as JSON
-        ├── KeyLimitReached     429  the key has reached a limit
-        ├── EnginesBusy         429  the replicas have too many requests, as they say
-        ├── QueueFull           429  as many requests wait for the model as may
-        ├── Overloaded          503  over a bound of the router itself, or the system's
-        ├── NoReplica           503  no replica can serve it now
-        ├── QueueTimeout        503  no replica has room for it before its deadline
-        └── ShuttingDown        503  the router finishes what it has and takes nothing new
+
+Those that become a response stand in the order of their statuses, and last those after which a
+client should try again (429, 503). Clients get the message, with status, type and code; the first
+sentence of each docstring stands in `/docs`.
 
 `router.prompt.errors` and `router.fleet.client_errors` have trees of their own. Messages name
 place, value and rule; no prompt, token or key is ever in one.
@@ -41,7 +18,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class ConfigProblem(NamedTuple):
@@ -101,7 +78,7 @@ class RequestError(RouterError):
         super().__init__(self.text if message is None else message)
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers that belong to the response, names in lower case."""
+        """Return headers that belong to the response, names in lower case."""
         return () if self.retry_after_s is None else ((b"retry-after", b"%d" % self.retry_after_s),)
 
 
@@ -137,6 +114,9 @@ class BadRequest(RequestError):
         self.place = place
         self.found = found
         self.rule = rule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRequest, (self.place, self.found, self.rule)
 
 
 class PromptTooLong(BadRequest):
@@ -450,7 +430,7 @@ class ShuttingDown(_NotNow):
 
 
 def _shown(text: str) -> str:
-    """A name from outside, quoted and cut to a bounded length."""
+    """Return a name from outside, quoted and cut to a bounded length."""
     return repr(text if len(text) <= 100 else text[:97] + "...")
 
 

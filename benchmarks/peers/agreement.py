@@ -1,4 +1,5 @@
-"""Does an indexer say what the engine would reuse? Ours beside Dynamo's, asked the same questions.
+"""Does an indexer report what the engine would reuse? Ours beside Dynamo's, asked the same
+questions.
 
     .venv-peers/bin/python -m benchmarks.peers.agreement
 
@@ -114,7 +115,8 @@ class _Theirs:
         self._publisher.send([self._publisher.messages(0, payloads)])
 
     def until_read(self) -> None:
-        """It does not say how far it has read: a block that nobody else has shows it."""
+        """Wait for a block that no other source has: the indexer does not report how far it has
+        read."""
         first = next(self._sentinels)
         tokens = list(range(first, first + self._block_size))
         event = BlockStored([first], None, tokens, medium="GPU", block_size=self._block_size)
@@ -123,7 +125,7 @@ class _Theirs:
         _until(lambda: self.longest(body) > 0, "theirs: the last batch")
 
     def longest(self, body: dict[str, Any]) -> int:
-        """Without the last block, where that ends the prompt."""
+        """Return the longest hit, without the last block where that ends the prompt."""
         found = _longest(self._connection.ask("/query", body), self._instance)
         most = (len(body["token_ids"]) - 1) // self._block_size * self._block_size
         return min(found, most)
@@ -184,7 +186,7 @@ def _question(model: str, query: Query) -> dict[str, Any]:
 
 
 def _with_short_hashes(payload: bytes) -> bytes:
-    """The batch with the last 64 bits of every hash, as vLLM does unless told otherwise."""
+    """Return the batch with the last 64 bits of every hash, as vLLM does unless told otherwise."""
     at, events, *rest = msgspec.msgpack.decode(payload)
     for event in events:
         # By name, or by position in the older form.
@@ -203,7 +205,7 @@ def _short(value: Any) -> Any:
 
 
 def _config(model: str, header: Header, url: str, events: str) -> dict[str, Any]:
-    """What an operator would write: of the layout only what no event says."""
+    """Return what an operator would write: of the layout only what no event shows."""
     hints = header.hints(learn_layout=True)
     groups = [
         {

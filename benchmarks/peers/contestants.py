@@ -1,4 +1,4 @@
-"""How each router is started, what it is asked, and how its answer is read."""
+"""Starts each router, asks it, and reads its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BIN = Path(sys.executable).parent
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """Return a port that no process listens on just now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -42,7 +42,7 @@ def module(name: str) -> None:
 
 
 def program(name: str) -> str:
-    """The path of a program beside this Python, or of the system.
+    """Return the path of a program beside this Python, or of the system.
 
     Raises:
         Missing: There is none.
@@ -69,10 +69,10 @@ class IndexServer(Protocol):
         """Start to follow one source for each endpoint."""
 
     def body(self, tokens: Sequence[int]) -> Any:
-        """The question how much of a prompt is cached."""
+        """Return the question how much of a prompt is cached."""
 
     def hit(self, answer: Any) -> int:
-        """The blocks that the best source holds, by its answer."""
+        """Return the blocks that the best source holds, by its answer."""
 
     def close(self) -> None:
         """End it."""
@@ -269,7 +269,7 @@ def kvroute_proxy(
     core: int | None,
     tokenizer: Path | None = None,
 ) -> Proxy:
-    """Ours.
+    """Start our own router.
 
     Args:
         replica_urls: Where requests go.
@@ -303,7 +303,7 @@ def vllm_router(
 
 
 def smg(replica_urls: Sequence[str], core: int | None) -> Proxy:
-    """Shepherd Model Gateway, with its policy for caches.
+    """Start the Shepherd Model Gateway, with its policy for caches.
 
     Args:
         replica_urls: Where requests go.
@@ -314,7 +314,7 @@ def smg(replica_urls: Sequence[str], core: int | None) -> Proxy:
 
 
 def sglang_router(replica_urls: Sequence[str], core: int | None) -> Proxy:
-    """SGLang's router, with its policy for caches.
+    """Start SGLang's router, with its policy for caches.
 
     Args:
         replica_urls: Where requests go.

@@ -78,7 +78,7 @@ def _following(
 def _each(
     settings: Settings, row: str, sources: int, peer: Callable[[int | None], IndexServer]
 ) -> Iterator[tuple[IndexServer, Publisher]]:
-    """Ours and the peer, each with publishers that it follows already."""
+    """Yield ours and the peer, each with publishers that it follows already."""
     with Replicas(settings.programs, sources) as replicas:
         for make in _servers(settings, replicas, peer):
             publisher = Publisher(sources)
@@ -164,7 +164,7 @@ def apply_in_process(settings: Settings) -> None:
 def _in_process(
     settings: Settings, row: str, makes: dict[str, Callable[[], _Made]]
 ) -> Iterator[tuple[str, _Made]]:
-    """What ours and, where it is installed, the peer make."""
+    """Yield what ours and, where it is installed, the peer make."""
     for name, make in makes.items():
         if not name.startswith("kvroute") and not settings.with_peers:
             continue
@@ -300,7 +300,7 @@ def _dynamo_match(replicas: int, tokens: int) -> Callable[[], object]:
 
 
 def _branches(held: list[int]) -> Iterator[list[int]]:
-    """One other block behind every 16th; at most 8, for the sake of the set-up."""
+    """Yield one other block behind every 16th; at most 8, for the sake of the set-up."""
     step = max(16 * BLOCK_SIZE, len(held) // 8 // BLOCK_SIZE * BLOCK_SIZE)
     for at in range(step, len(held), step):
         yield [*held[:at], *run_tokens(at + 7, BLOCK_SIZE)]
@@ -321,8 +321,8 @@ def _median_cpu_us(work: Callable[[], object], rounds: int) -> float:
 
 
 def _filled(settings: Settings, row: str) -> Iterator[tuple[IndexServer, int, list[int]]]:
-    """Each server that has read what its sources hold, by length of prompt: the server, the length,
-    and the longest prompt."""
+    """Yield each server that has read what its sources hold, by length of prompt: the server, the
+    length, and the longest prompt."""
     sources = settings.route_sources
     for tokens in settings.prompt_tokens:
         for server, publisher in _each(settings, row, sources, DynamoSelector):
@@ -380,7 +380,7 @@ def reserve_over_http(settings: Settings) -> None:
 
 
 def _reservations(port: int, question: str, seconds: float) -> list[float]:
-    """How long each took to be made."""
+    """Return how long each took to be made."""
     found: list[float] = []
     headers = {"content-type": "application/json"}
     connection = HTTPConnection("127.0.0.1", port)
@@ -404,7 +404,7 @@ def _two_groups(tokens: list[int]) -> list[Any]:
 
 
 def _question(server: IndexServer, tokens: Sequence[int]) -> Prompts:
-    """The prompt, and behind it two numbers that no request shares."""
+    """Return the prompt, and behind it two numbers that no request shares."""
     # Where the body has the tokens, and nothing else has a bracket.
     text = json.dumps(server.body(list(tokens)), separators=(",", ":"))
     end = text.index("]")

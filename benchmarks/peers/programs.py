@@ -26,7 +26,7 @@ class Settings:
     """Sizes; the defaults take some 40 minutes."""
 
     programs: Path
-    """Where the C programs are."""
+    """The directory of the C programs."""
     with_peers: bool = True
     core: int | None = None
     """The CPU of the router that is measured; None: any."""
@@ -34,12 +34,12 @@ class Settings:
     """The CPU of load generator and replicas."""
     rounds: int = 3
     seconds: float = 5.0
-    """Of each measurement under load."""
+    """The duration of each measurement under load."""
     blocks: int = 131_072
     """Ingested at one block an event; twice and four times as many at 8 and 64."""
     blocks_per_event: Sequence[int] = (1, 8, 64)
     memory_blocks: int = 1_048_576
-    """Of all sources together, in each of two fillings."""
+    """The blocks of all sources together, in each of two fillings."""
     prompt_tokens: Sequence[int] = (1024, 8192, 32768, 131072)
     match_replicas: Sequence[int] = (64,)
     route_sources: int = 64
@@ -94,12 +94,12 @@ class Process:
         )
 
     def first_line(self) -> str:
-        """The first line it prints."""
+        """Return the first line it prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode()
 
     def log(self) -> str:
-        """What it wrote to stderr so far."""
+        """Return what it has written to stderr so far."""
         # A seek would move the place at which the process writes: they share it.
         file = self._output.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
@@ -109,7 +109,7 @@ class Process:
         return self._process.poll() is not None
 
     def cpu_s(self) -> float:
-        """CPU time that it and its children have used."""
+        """Return the CPU time that it and its children have used."""
         return sum(_cpu_s(pid) for pid in self._pids())
 
     def wait_until_idle(self, quiet_s: float = 0.5) -> float:
@@ -122,7 +122,7 @@ class Process:
         return time.monotonic() - started - quiet_s
 
     def rss_bytes(self) -> int:
-        """Memory that it and its children hold."""
+        """Return the memory that it and its children hold."""
         return sum(_rss_bytes(pid) for pid in self._pids())
 
     def end(self) -> None:
@@ -281,7 +281,7 @@ class Replicas:
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
 
     def cpu_s(self) -> float:
-        """CPU time that they have used."""
+        """Return the CPU time that they have used."""
         return self._process.cpu_s()
 
     def __enter__(self) -> Replicas:

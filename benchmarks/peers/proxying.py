@@ -41,7 +41,7 @@ Make = Callable[[Sequence[str], Sequence[str]], Proxy]
 
 
 def id_prompts(kilobytes: int, stream: bool = False) -> Prompts:
-    """Completions of token ids.
+    """Return completions of token ids.
 
     Args:
         kilobytes: About the size of a body.
@@ -64,7 +64,7 @@ def _token_text(tokens: Sequence[int]) -> str:
 
 
 def text_prompts(kilobytes: int, stream: bool = False) -> Prompts:
-    """Chats of plain text.
+    """Return chats of plain text.
 
     Args:
         kilobytes: About the size of a body.
@@ -91,7 +91,8 @@ def _tail(stream: bool) -> str:
 
 @contextmanager
 def tokenizer() -> Iterator[Path | None]:
-    """A small model directory with a byte-level BPE; None without the package `tokenizers`."""
+    """Yield a small model directory with a byte-level BPE; None without the package
+    `tokenizers`."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
     except ImportError:

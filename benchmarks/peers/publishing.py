@@ -58,7 +58,7 @@ class Publisher:
                         self._peers[key.data] = peer
 
     def messages(self, source: int, payloads: Iterable[bytes]) -> bytes:
-        """The next messages of a source, as they go over the wire.
+        """Return the next messages of a source, as they go over the wire.
 
         Args:
             source: By number.
@@ -147,12 +147,12 @@ def _frame(peer: socket.socket) -> tuple[int, bytes]:
 
 
 def run_tokens(seed: int, count: int) -> list[int]:
-    """A prompt of *count* tokens that shares no block with another seed's."""
+    """Return a prompt of *count* tokens that shares no block with another seed's."""
     return [(seed * 1_000_003 + at * 7919) % 127_993 for at in range(count)]
 
 
 def block_hashes(tokens: Sequence[int], salt: int = 0) -> list[int]:
-    """One 64-bit hash a block, chained as an engine's are.
+    """Return one 64-bit hash a block, chained as an engine's are.
 
     Args:
         tokens: Of the prompt.
@@ -168,7 +168,7 @@ def block_hashes(tokens: Sequence[int], salt: int = 0) -> list[int]:
 def stored(
     tokens: Sequence[int], hashes: Sequence[int], blocks_per_event: int, group: int = 0
 ) -> list[Event]:
-    """The events of a prompt that is computed from its start on.
+    """Return the events of a prompt that is computed from its start on.
 
     Args:
         tokens: Of the prompt.
@@ -193,7 +193,7 @@ def stored(
 
 
 def removed(hashes: Sequence[int], blocks_per_event: int) -> list[Event]:
-    """The events of blocks that are evicted.
+    """Return the events of blocks that are evicted.
 
     Args:
         hashes: Of the blocks.
@@ -206,7 +206,7 @@ def removed(hashes: Sequence[int], blocks_per_event: int) -> list[Event]:
 
 
 def batches(events: Sequence[Event], events_per_batch: int = 4) -> list[bytes]:
-    """Payloads of a few events each, as an engine step's.
+    """Return payloads of a few events each, as an engine step's.
 
     Args:
         events: In order.

@@ -35,4 +35,5 @@ BLIND_INDEXES: dict[str, Callable[[], PrefixIndex]] = {
     "group_blind_any_copy": partial(GroupBlindIndex, any_copy=True),
     "group_0": GroupZeroIndex,
 }
-"""The first removal of a block deletes it; any copy of it counts; only group 0 is heard."""
+"""The first removal of a block deletes it; any copy of it counts; only events of group 0 are
+read."""

@@ -25,17 +25,17 @@ class Ratio(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is above 1 by more than chance."""
+        """Return whether it is above 1 by more than chance."""
         return self.low > 1
 
     @property
     def is_better(self) -> bool:
-        """Whether it is below 1 by more than chance."""
+        """Return whether it is below 1 by more than chance."""
         return self.high < 1
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """How many times the second value of each pair the first one is: a t interval over the
+    """Return how many times the second value of each pair the first one is: a t interval over the
     logarithms.
 
     Raises:
@@ -48,9 +48,9 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
 
 
 def pooled(groups: Sequence[Sequence[tuple[float, float]]]) -> Ratio:
-    """The same over several situations, each of which counts as much as the others however many
-    pairs it has. The situations are the ones that were chosen: the interval says what other seeds
-    would give.
+    """Return the same over several situations, each of which counts as much as the others however
+    many pairs it has. The situations are the ones that were chosen: the interval says what other
+    seeds would give.
 
     Raises:
         ValueError: There are no pairs, or one has a value that is not positive.
@@ -69,7 +69,7 @@ def pooled(groups: Sequence[Sequence[tuple[float, float]]]) -> Ratio:
 
 
 def quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t; infinite without a degree of freedom."""
+    """Return the 97.5 % quantile of Student's t; infinite without a degree of freedom."""
     if degrees < 1:
         return math.inf
     return _T_975[degrees - 1] if degrees <= len(_T_975) else _NORMAL_975
@@ -89,7 +89,7 @@ def _ratio(mean: float, half: float, pairs: int) -> Ratio:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Of the population they are drawn from; 0 for a single one."""
+    """Return the variance of the population they are drawn from; 0 for a single one."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)

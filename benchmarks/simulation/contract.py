@@ -1,4 +1,4 @@
-"""What a simulation asks of a router, ours or another project's."""
+"""The interface that a simulation asks of a router, ours or another project's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.routing.steering import NO_HINTS, Hints
 
 
 class Account(Protocol):
-    """What a router keeps of one request that it sent."""
+    """A router's account of one request that it sent."""
 
     def first_token(self) -> None:
         """Its first token has arrived."""
@@ -26,16 +26,16 @@ class Account(Protocol):
 
 
 class Routed(NamedTuple):
-    """Where a request goes."""
+    """The replica that a request goes to."""
 
     replica_id: str
     predicted_tokens: int
-    """Of the prompt, cached there now."""
+    """The prompt tokens cached there now."""
     expected_tokens: int
     """The same when the engine admits it; those cached now where a router does not look ahead."""
     account: Account
     hints: Hints = NO_HINTS
-    """What the engine is told to keep."""
+    """The hints on what the engine is to keep."""
     pull_from: str | None = None
     """The replica from whose memory it pulls what it lacks."""
 

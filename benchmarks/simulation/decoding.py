@@ -32,7 +32,7 @@ class QuietCache(CacheManager):
     """A cache manager that knows when a sequence in decode needs it next."""
 
     quiet_until: dict[str, int]
-    """By request, the length at which something happens again; a lower one may be left out."""
+    """The length at which something happens again, by request; a lower one may be left out."""
 
     @override
     def allocate_slots(
@@ -57,8 +57,8 @@ class QuietCache(CacheManager):
         super().free(request_id)
 
     def _next_change(self, length: int) -> int:
-        """The next length behind this one at which a block begins, is full, or is not needed any
-        more."""
+        """Return the next length behind this one at which a block begins, is full, or is not needed
+        any more."""
         change = length + self.config.scheduler_block_size
         for manager in self.coordinator.managers:
             size = manager.block_size
@@ -80,8 +80,8 @@ def make_quiet(engine: Engine) -> None:
 
 
 def quiet_steps(engine: Engine) -> int:
-    """How many steps follow in which every running sequence gets a token and nothing else happens;
-    0 if the next one is not like that."""
+    """Return how many steps follow in which every running sequence gets a token and nothing else
+    happens; 0 if the next one is not like that."""
     scheduler, cache = engine.scheduler, engine.cache
     if scheduler._waiting or not scheduler._running or not isinstance(cache, QuietCache):
         return 0

@@ -1,4 +1,4 @@
-"""What no router can go below, or hardly: all caches as one, which every replica can use."""
+"""The floor that hardly any router can go below: all caches as one, which every replica can use."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class OneCacheForAll:
         self._free = cache_tokens * replicas // STEP * groups
         self._others = groups - 1
         self._held: OrderedDict[int, int] = OrderedDict()
-        """What each takes: a mark is there for the first group, its complement for the others."""
+        """The marks of the blocks that each takes: a mark is there for the first group, its
+        complement for the others."""
         self._free_at_s = [0.0] * replicas
         self._alone_s = alone_s
 
     def ttft_s(self, tokens: Sequence[int], now_s: float) -> float:
-        """The time to the first token of a request that comes now.
+        """Return the time to the first token of a request that comes now.
 
         Args:
             tokens: Its prompt.

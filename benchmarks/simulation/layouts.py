@@ -1,4 +1,4 @@
-"""Which caches are compared: layer patterns with the windows and block sizes of widely served
+"""The caches that are compared: layer patterns with the windows and block sizes of widely served
 models."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class ReplicaConfig(EngineConfig):
     """A simulated replica, its window chosen."""
 
     sliding_window: int = 1024
-    """In tokens."""
+    """The window in tokens."""
     cache_tokens: int = 0
-    """What its cache holds, with the blocks of every group."""
+    """The tokens that its cache holds, with the blocks of every group."""
 
     def model(self) -> TransformerConfig:
         """See `EngineConfig`."""
@@ -41,7 +41,7 @@ TIME_MODEL = AcceleratorTime()
 
 
 def layout_names() -> list[str]:
-    """All layouts that `replica_config` knows."""
+    """Return all layouts that `replica_config` knows."""
     return list(_LAYOUTS)
 
 
@@ -52,8 +52,8 @@ PULL_TOKENS_PER_S = 80_000.0
 
 
 def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
-    """The same replica with a tier in memory that holds *gpu_shares* times as many blocks as the
-    GPU, and reads those of others."""
+    """Return the same replica with a tier in memory that holds *gpu_shares* times as many blocks as
+    the GPU, and reads those of others."""
     model = config.model()
     token_bytes = model.block_bytes * len(model.layer_groups()) / model.block_size
     time_model = replace(
@@ -66,7 +66,7 @@ def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
 
 
 def replica_config(layout: str, cache_tokens: int) -> ReplicaConfig:
-    """A replica whose cache holds *cache_tokens* tokens with their blocks in every group."""
+    """Return a replica whose cache holds *cache_tokens* tokens with their blocks in every group."""
     config = _LAYOUTS[layout]
     model = replace(config, max_model_len=LONGEST_TOKENS).model()
     groups = len(model.layer_groups())
@@ -83,6 +83,6 @@ def replica_config(layout: str, cache_tokens: int) -> ReplicaConfig:
 
 
 def cold_requests_per_s(prompt_tokens: float, replicas: int) -> float:
-    """Requests of that mean length that *replicas* could serve without any reuse: the unit of
-    request rates."""
+    """Return requests of that mean length that *replicas* could serve without any reuse: the unit
+    of request rates."""
     return replicas * TIME_MODEL.prefill_tokens_per_s / prompt_tokens

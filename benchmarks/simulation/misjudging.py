@@ -22,7 +22,7 @@ _NO_RATE = "prefill_tokens_per_s"
 
 
 def misjudged_name(policy: str, what: str, factor: float) -> str:
-    """How a run with something misjudged is called.
+    """Return the name of a run with something misjudged.
 
     Args:
         policy: The name of the policy.
@@ -33,7 +33,7 @@ def misjudged_name(policy: str, what: str, factor: float) -> str:
 
 
 def misjudged_names(policy: str) -> list[str]:
-    """All of them; a rate of 0 would be no rate."""
+    """Return all of them; a rate of 0 would be no rate."""
     return [
         misjudged_name(policy, what, factor)
         for what in (*ESTIMATES, *WEIGHTS)
@@ -43,7 +43,7 @@ def misjudged_names(policy: str) -> list[str]:
 
 
 class Misjudgment:
-    """What is wrong, and by how much; nothing for the plain name of a policy."""
+    """The value that is wrong, and by how much; nothing for the plain name of a policy."""
 
     def __init__(self, name: str) -> None:
         self.policy, _, wrong = name.partition(": ")
@@ -51,13 +51,13 @@ class Misjudgment:
         self._factor = float(factor or 1)
 
     def weights(self, weights: Weights) -> Weights:
-        """The weights, one of them wrong."""
+        """Return the weights, one of them wrong."""
         if self._what not in WEIGHTS:
             return weights
         return replace(weights, **{self._what: getattr(weights, self._what) * self._factor})
 
     def around(self, policy: Policy) -> Policy:
-        """The policy, told something wrong."""
+        """Return the policy, told something wrong."""
         return _Misled(policy, self._what, self._factor) if self._what in ESTIMATES else policy
 
 

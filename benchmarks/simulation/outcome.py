@@ -1,4 +1,4 @@
-"""What became of the requests of one simulation, and its figures."""
+"""The outcome of the requests of one simulation, and its figures."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request; times in seconds of virtual time."""
+    """The course of one request; times are in seconds of virtual time."""
 
     request_id: str
     replica_id: str
     arrived_s: float
     prompt_tokens: int
     predicted_tokens: int
-    """Of the prompt, cached there when the router decided, as it said."""
+    """The prompt tokens that the router predicted to be cached there when it decided."""
     expected_tokens: int = 0
-    """Of the prompt, cached when the engine would admit it, as the router expected then."""
+    """The prompt tokens that the router expected then to be cached when the engine would admit
+    it."""
     turn: int = 0
-    """How many requests of its session came before it."""
+    """The number of requests of its session before it."""
     alone_s: float = 0.0
     """The time to its first token on an idle replica that has whatever any replica ever computed
     of it."""
     floor_s: float = 0.0
     """The time to its first token where all replicas share one cache; see `floor`."""
     cached_tokens: int = 0
-    """Of the prompt, when the engine admitted it."""
+    """The prompt tokens that were cached when the engine admitted it."""
     answer: list[int] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    """Between the tokens of the response."""
+    """The gaps between the tokens of the response."""
     is_finished: bool = False
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival to its first token."""
+        """Return the time from its arrival to its first token."""
         return self.first_s - self.arrived_s
 
     @property
     def avoidable_s(self) -> float:
-        """What waiting, and computing again what some replica had computed, added to it."""
+        """Return what waiting, and computing again what some replica had computed, added to it."""
         return max(0.0, self.ttft_s - self.alone_s)
 
 
@@ -54,7 +55,8 @@ class Outcome:
     busy_s: dict[str, float]
     preemptions: int
     arrivals_end_s: float
-    """When the last request arrived, or the last conversation began: then the load falls."""
+    """The time when the last request arrived, or the last conversation began: then the load
+    falls."""
 
     def figures(self, warm_up: float = 0.0) -> dict[str, float | int]:
         """Compute all figures from the requests that arrived between *warm_up*, a share of the
@@ -110,14 +112,14 @@ def _throughput(counted: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def variation(values: Sequence[float]) -> float:
-    """Coefficient of variation: 0 if all are equal."""
+    """Return the coefficient of variation: 0 if all are equal."""
     mean = statistics.fmean(values)
     return statistics.pstdev(values) / mean if mean else 0.0
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest of the ascending values that *percent* of them do not exceed; 0 if there are
-    none."""
+    """Return the smallest of the ascending values that *percent* of them do not exceed; 0 if there
+    are none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 

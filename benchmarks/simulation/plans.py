@@ -1,4 +1,4 @@
-"""What sessions consist of: chats about documents, questions on documents, agents with tools, chats
+"""The kinds of sessions: chats about documents, questions on documents, agents with tools, chats
 beside scans, and one system prompt for all."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """How long someone thinks, or a tool runs."""
+    """The time that someone thinks, or a tool runs."""
 
     mean_s: float
     spread: float | None = None
     """The standard deviation of the logarithm; None: an exponential distribution."""
 
     def draw(self, random: Random) -> float:
-        """One pause, in seconds."""
+        """Return one pause, in seconds."""
         if self.spread is None:
             return random.expovariate(1 / self.mean_s)
         return random.lognormvariate(math.log(self.mean_s) - self.spread**2 / 2, self.spread)
@@ -194,5 +194,5 @@ class OneSystemPrompt:
 
 
 def popular(random: Random, choices: list[range]) -> range:
-    """One of *choices*, the first most likely."""
+    """Return one of *choices*, the first most likely."""
     return random.choices(choices, weights=[1 / rank for rank in range(1, len(choices) + 1)])[0]

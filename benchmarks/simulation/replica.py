@@ -25,7 +25,7 @@ MOST_IDLE_STEPS = 100
 """Steps in a row that take no time: more than a few mean that nothing will ever fit."""
 
 MOST_KEYS = 1 << 16
-"""That a peer is asked for at once."""
+"""A peer is asked for so many at once."""
 
 TakeBatch = Callable[[str, EventBatch], None]
 TakeOutputs = Callable[[Sequence[StepOutput], float], None]
@@ -136,7 +136,7 @@ class SimulatedReplica:
             self._step()
 
     def held(self, keys: Sequence[OffloadKey]) -> PeerBlocks:
-        """Which blocks its memory holds now."""
+        """Return the blocks that its memory holds now."""
         memory, asking = self.engine.tiers[0].tier.manager, RequestContext("")
         found = {key for key in keys if memory.lookup(key, asking) is LookupResult.HIT}
         return PeerBlocks(PeerSource(self.replica_id, 1), frozenset(found))

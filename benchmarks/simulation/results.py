@@ -23,8 +23,8 @@ SIMULATION = 3
 
 @cache
 def code_version(policy: str) -> str:
-    """What a run's figures depend on: the simulation, and the source of the policy that is still
-    being worked on."""
+    """Return the version of what a run's figures depend on: the simulation, and the source of the
+    policy that is still being worked on."""
     if not policy.startswith(LEAST_DELAY):
         return str(SIMULATION)
     digest = hashlib.sha256()
@@ -49,7 +49,7 @@ class Results:
                 yield json.loads(line)
 
     def has(self, situation: str, policy: str, seed: int, version: str) -> bool:
-        """Whether a run is there.
+        """Return whether a run is there.
 
         Args:
             situation: Its name.
@@ -66,7 +66,7 @@ class Results:
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
-    """The last run of each situation, policy and seed, whatever its version is."""
+    """Return the last run of each situation, policy and seed, whatever its version is."""
     return list({_key(line)[:3]: line for line in lines}.values())
 
 

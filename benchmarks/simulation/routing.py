@@ -31,10 +31,9 @@ from router.policies import (
 )
 from router.prompt.prompts import NO_ENDS, MessageEnds
 from router.routing.booking import Bookings
-from router.routing.known import RECENT_STEP, Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import Placement, RankQuestion, uncached_tokens
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 from router.routing.steering import NO_HINTS, Hints, Steering
 
 MODEL = "simulated"

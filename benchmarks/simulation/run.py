@@ -19,35 +19,35 @@ from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
 from kvevents.events import EventBatch
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.fleet.line import place_of
 from router.policies import Weights
 
 AGEING_TOKENS_PER_S = OverloadConfig().ageing_tokens_per_s
-"""By how much a request that comes a second later stands behind, where engines go by priority."""
+"""A request that comes a second later stands behind by so much, where engines go by priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated, besides the workload."""
+    """The setting of a simulation, besides the workload."""
 
     policy: str
     replicas: int
     replica: ReplicaConfig
     event_delay_s: float = 0.001
     scrape_interval_s: float = 2.0
-    """How often the engines' gauges are scraped; the router's default."""
+    """The interval between scrapes of the engines' gauges; the router's default."""
     weights: Weights | None = None
     seed: int = 0
     routers: int = 1
-    """Each hears all events and scrapes all gauges, but knows only its own requests. They take
+    """Each follows all events and scrapes all gauges, but knows only its own requests. They take
     turns."""
     single_steps: bool = False
     """Take every step on its own; see `SimulatedReplica`."""
     late: int = 0
-    """How many of the replicas join later, and empty."""
+    """The number of replicas that join later, and empty."""
     late_share: float = 0.0
-    """When: a share of the time."""
+    """The share of the time after which they join."""
 
 
 @dataclass(slots=True)

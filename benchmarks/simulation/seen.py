@@ -10,7 +10,7 @@ STEP = 32
 
 
 def marks(tokens: Sequence[int], step: int = STEP) -> list[int]:
-    """One number for each leading multiple of *step* tokens.
+    """Return one number for each leading multiple of *step* tokens.
 
     It is made from one token in every *step*: texts of the simulation share no tokens, so that
     those tell prefixes apart.
@@ -23,7 +23,8 @@ def marks(tokens: Sequence[int], step: int = STEP) -> list[int]:
 
 
 def known_marks(prompt: Sequence[int], known: Collection[int]) -> int:
-    """How many leading marks of a prompt are among *known*, where none is without those before."""
+    """Return how many leading marks of a prompt are among *known*, where none is without those
+    before."""
     return bisect_left(prompt, True, key=lambda mark: mark not in known)
 
 

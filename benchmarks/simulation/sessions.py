@@ -22,11 +22,11 @@ class Turn(NamedTuple):
     message_tokens: int
     answer_tokens: int
     pause_s: float
-    """From the response before to this request; counts from the second turn on."""
+    """The time from the response before to this request; it counts from the second turn on."""
 
 
 class Session(NamedTuple):
-    """One session before anything of it was said."""
+    """One session before its first request."""
 
     head: tuple[range, ...]
     """Texts that it shares with others, in their order."""
@@ -34,7 +34,7 @@ class Session(NamedTuple):
 
     @property
     def pauses_s(self) -> float:
-        """How long it takes, apart from the responses."""
+        """Return how long it takes, apart from the responses."""
         return sum(turn.pause_s for turn in self.turns[1:])
 
 
@@ -42,13 +42,13 @@ class Plan(Protocol):
     """Draws sessions. The texts they share are made with the plan."""
 
     def session(self, random: Random) -> Session:
-        """The next session."""
+        """Return the next session."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the sessions of a plan are like, on average."""
+    """The averages of a plan's sessions."""
 
     turns: float
     pauses_s: float
@@ -87,7 +87,7 @@ class _Open:
     session: Session
     start_s: float
     own: range
-    """The text of everything that it says itself, in its order."""
+    """The text of all its own messages, in their order."""
     turn: int = 0
     said: list[int] = field(default_factory=list)
 

@@ -1,4 +1,5 @@
-"""What policies are compared in: a workload, a layout, caches, a rate, and what is unusual."""
+"""The situations in which policies are compared: a workload, a layout, caches, a rate, and what is
+unusual."""
 
 from __future__ import annotations
 
@@ -58,27 +59,28 @@ class Situation:
     workload: str
     """One of `PLANS`, or the trace."""
     cache_tokens: int
-    """What a replica's cache holds, with the blocks of every group."""
+    """The tokens that a replica's cache holds, with the blocks of every group."""
     rate: float
-    """In multiples of what the replicas could serve without any reuse."""
+    """The rate in multiples of what the replicas could serve without any reuse."""
     layout: str = "gptoss"
     retention_interval: int | None = 0
-    """Which windows and states engines keep: the default is vLLM's; None: all (dense)."""
+    """The interval at which engines keep windows and states: the default is vLLM's; None: all
+    (dense)."""
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     """Whom engines serve first."""
     replicas: int = 8
     variation: float = 2.0
-    """Of the times between the beginnings of sessions."""
+    """The coefficient of variation of the times between the beginnings of sessions."""
     event_delay_s: float = 0.01
     memory_tier: float = 0.0
     """Its size in multiples of the GPU's; 0: none."""
     routers: int = 1
     requests: int = COUNTED
     late: int = 0
-    """How many of the replicas join where counting begins, and empty."""
+    """The number of replicas that join where counting begins, and empty."""
 
     def replica(self) -> ReplicaConfig:
-        """Each of its replicas."""
+        """Return the configuration of each of its replicas."""
         config = replace(
             replica_config(self.layout, self.cache_tokens),
             retention_interval=self.retention_interval,
@@ -87,7 +89,7 @@ class Situation:
         return with_memory_tier(config, self.memory_tier) if self.memory_tier else config
 
     def make_workload(self, seed: int, trace: Path | None = None) -> Workload:
-        """Its requests.
+        """Return its workload.
 
         Args:
             seed: What is drawn, or which part of the recording is played.
@@ -103,7 +105,7 @@ class Situation:
         return Sessions(plan, per_s, ends_s, self.variation, seed)
 
     def setting(self, policy: str, seed: int) -> Setting:
-        """Everything else.
+        """Return everything else.
 
         Args:
             policy: Of the routers.

@@ -19,7 +19,7 @@ MEAN, P99, AVOIDABLE = "ttft_mean_ms", "ttft_p99_ms", "avoidable_mean_ms"
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """Everything, for a terminal."""
+    """Return everything, for a terminal."""
     parts = [
         f"### {situation}\n\n{situation_table(within(lines, situation))}"
         for situation in situations(lines)
@@ -28,22 +28,22 @@ def tables(lines: Sequence[Line]) -> str:
 
 
 def situations(lines: Iterable[Line]) -> list[str]:
-    """Those with figures, in order of appearance."""
+    """Return those with figures, in order of appearance."""
     return list(dict.fromkeys(line["situation"] for line in lines))
 
 
 def policies(lines: Iterable[Line]) -> list[str]:
-    """Those with figures, in order of appearance."""
+    """Return those with figures, in order of appearance."""
     return list(dict.fromkeys(line["policy"] for line in lines))
 
 
 def within(lines: Iterable[Line], situation: str) -> list[Line]:
-    """The figures of one situation."""
+    """Return the figures of one situation."""
     return [line for line in lines if line["situation"] == situation]
 
 
 def pairs(lines: Sequence[Line], first: str, second: str, figure: str) -> list[tuple[float, float]]:
-    """A figure of two policies in runs with the same seed of one situation.
+    """Return a figure of two policies in runs with the same seed of one situation.
 
     Args:
         lines: Of the situation.
@@ -60,8 +60,8 @@ def pairs(lines: Sequence[Line], first: str, second: str, figure: str) -> list[t
 
 
 def compared(lines: Sequence[Line], first: str, second: str, figure: str) -> Ratio | None:
-    """How many times the figure of *second* that of *first* is, over all situations that have both;
-    None if none has.
+    """Return how many times the figure of *second* that of *first* is, over all situations that
+    have both; None if none has.
 
     Args:
         lines: Of any situations.
@@ -77,7 +77,7 @@ def compared(lines: Sequence[Line], first: str, second: str, figure: str) -> Rat
 
 
 def pooled_table(lines: Sequence[Line], ours: str = OURS, others: Sequence[str] = ()) -> str:
-    """One policy relative to others, over all situations.
+    """Return one policy relative to others, over all situations.
 
     Args:
         lines: Of all situations.
@@ -104,7 +104,7 @@ def pooled_table(lines: Sequence[Line], ours: str = OURS, others: Sequence[str] 
 
 
 def situation_table(lines: Sequence[Line]) -> str:
-    """All policies in one situation, with the ratio of their mean TTFT to our policy's."""
+    """Return all policies in one situation, with the ratio of their mean TTFT to our policy's."""
     columns: list[tuple[str, Callable[[Line], str]]] = [
         ("Counted", lambda line: f"{line['requests']:,.0f}"),
         ("Reused", lambda line: f"{line['hit_rate']:.1%}"),
@@ -143,7 +143,7 @@ def _mean(lines: Sequence[Line], policy: str) -> Line:
 
 
 def told_table(lines: Sequence[Line]) -> str:
-    """What telling engines what to keep gains over the best index without groups, by layout.
+    """Return what telling engines what to keep gains over the best index without groups, by layout.
 
     Besides: how many seeds there are of the three columns at the end, and what computing took of
     prompts that no replica had ever computed, which no router can save.
@@ -194,8 +194,8 @@ _LAYOUTS = {
 
 
 def _is_told(lines: Sequence[Line], situation: Situation, layout: str) -> bool:
-    """Whether there is something to show: engines with full attention alone are told nothing, and
-    what the engines' own order gains is another question."""
+    """Return whether there is something to show: engines with full attention alone are told
+    nothing, and what the engines' own order gains is another question."""
     policy = OURS if layout == "full" else TOLD[1]
     in_order = situation.scheduling_policy is SchedulingPolicy.FCFS
     is_run = any(line["policy"] == policy for line in lines)
@@ -203,24 +203,24 @@ def _is_told(lines: Sequence[Line], situation: Situation, layout: str) -> bool:
 
 
 def _most_run(lines: Sequence[Line], among: Sequence[str]) -> str | None:
-    """The best of those with the most seeds."""
+    """Return the best of those with the most seeds."""
     seeds = {name: sum(line["policy"] == name for line in lines) for name in among}
     most = max(seeds.values())
     return best(lines, [name for name, count in seeds.items() if count == most > 0])
 
 
 def _marked(found: Ratio) -> str:
-    """A ratio that says where it is worse by more than chance."""
+    """Return a ratio that says where it is worse by more than chance."""
     return f"{shown(found)} **worse**" if found.is_worse else shown(found)
 
 
 def _both(lines: Sequence[Line], policy: str, other: str) -> tuple[Ratio | None, Ratio | None]:
-    """The mean and the p99 of one policy relative to another's."""
+    """Return the mean and the p99 of one policy relative to another's."""
     return compared(lines, policy, other, MEAN), compared(lines, policy, other, P99)
 
 
 def gain_table(lines: Sequence[Line], figure: str = MEAN) -> str:
-    """Our policy relative to what one would use else, by traffic.
+    """Return our policy relative to what one would use else, by traffic.
 
     Args:
         lines: Of all situations.
@@ -242,7 +242,7 @@ def gain_table(lines: Sequence[Line], figure: str = MEAN) -> str:
 
 
 def opponents_table(lines: Sequence[Line], figure: str = MEAN) -> str:
-    """Our policy relative to each other, by traffic.
+    """Return our policy relative to each other, by traffic.
 
     Args:
         lines: Of all situations.
@@ -265,8 +265,8 @@ def opponents_table(lines: Sequence[Line], figure: str = MEAN) -> str:
 def against_best(
     lines: Sequence[Line], names: Sequence[str], among: Sequence[str], figure: str
 ) -> Ratio | None:
-    """Our policy relative to the one that did best in each situation, over those that have both;
-    None if none has.
+    """Return our policy relative to the one that did best in each situation, over those that have
+    both; None if none has.
 
     Args:
         lines: Of any situations.
@@ -284,7 +284,7 @@ def against_best(
 
 
 def best(lines: Sequence[Line], among: Sequence[str]) -> str | None:
-    """The policy with the lowest mean TTFT in a situation, over the seeds that all of these
+    """Return the policy with the lowest mean TTFT in a situation, over the seeds that all of these
     policies have; where they share none, the one with the most seeds.
 
     Args:
@@ -314,13 +314,13 @@ def _order(found: Ratio | None) -> float:
 
 
 def shown(found: Ratio) -> str:
-    """A ratio with its interval; one pair has none."""
+    """Return a ratio with its interval; one pair has none."""
     if found.low == 0:
         return f"{found.mean:.2f}"
     return f"{found.mean:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text, the others numbers."""
+    """Return a table; the first column is text, the others numbers."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,5 +1,5 @@
-"""How long a step takes: decoding that is nearly free up to some batch, and attention that makes
-late tokens of long prompts dearer than early ones."""
+"""The time that a step takes: decoding that is nearly free up to some batch, and attention that
+makes late tokens of long prompts dearer than early ones."""
 
 from __future__ import annotations
 
@@ -42,17 +42,20 @@ class AcceleratorTime(TimeModel):
         return time_s + self._decode_s(decoding)
 
     def decode_step_s(self, sequences: int) -> float:
-        """Duration of a step in which so many sequences decode and nothing else happens."""
+        """Return the duration of a step in which so many sequences decode and nothing else
+        happens."""
         return self.step_overhead_s + self._decode_s(sequences)
 
     def prefill_s(self, start: int, stop: int) -> float:
-        """Time to compute the tokens `[start, stop)` of a prompt, without the step's overhead."""
+        """Return the time to compute the tokens `[start, stop)` of a prompt, without the step's
+        overhead."""
         first, last = max(start - self.linear_tokens, 0), max(stop - self.linear_tokens, 0)
         late = (last * last - first * first) / (2 * self.double_tokens)
         return (stop - start + late) / self.prefill_tokens_per_s
 
     def alone_s(self, start: int, stop: int, step_tokens: int) -> float:
-        """Time to the first token of a prompt on an idle replica that holds *start* tokens of it.
+        """Return the time to the first token of a prompt on an idle replica that holds *start*
+        tokens of it.
 
         Args:
             start: Tokens that need not be computed.

@@ -37,5 +37,5 @@ class Timeline:
             action()
 
     def now(self) -> float:
-        """The present time in seconds, as a clock."""
+        """Return the present time in seconds, as a clock."""
         return self.now_s

@@ -23,11 +23,11 @@ _FIRST_TOKEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Which part of a recording, and how it is changed."""
+    """The part of a recording that is used, and how it is changed."""
 
     requests: int
     longest_prompt: int
-    """In tokens; longer prompts are left out."""
+    """The bound in tokens; longer prompts are left out."""
     answer_share: float = 1.0
     """Responses are cut to this share of their length: simulated decoding costs real time."""
     skipped: int = 0
@@ -77,8 +77,8 @@ class RecordedTrace:
 
 
 def read_trace(path: Path, options: TraceOptions) -> list[dict[str, Any]]:
-    """The first requests of a recording, plain or .gz, that are short enough, in the order of their
-    times."""
+    """Return the first requests of a recording, plain or .gz, that are short enough, in the order
+    of their times."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         rows = [
             row
@@ -91,7 +91,7 @@ def read_trace(path: Path, options: TraceOptions) -> list[dict[str, Any]]:
 
 
 def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> WorkloadSize:
-    """What these requests are like."""
+    """Return the sizes of these requests."""
     return WorkloadSize(
         prompt_tokens=sum(row["input_length"] for row in rows) / len(rows),
         longest_tokens=max(
@@ -101,7 +101,7 @@ def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> Workloa
 
 
 def tokens_of(hash_id: int) -> range:
-    """The tokens for an id, the same every time and those of no other id."""
+    """Return the tokens for an id, the same every time and those of no other id."""
     start = _FIRST_TOKEN + hash_id * ID_TOKENS
     return range(start, start + ID_TOKENS)
 

@@ -30,7 +30,7 @@ from tests.interop.offloading_engine import Steps, make_scheduler
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """What is sent."""
+    """A request as it is sent."""
 
     name: str
     tokens: Sequence[int]
@@ -42,7 +42,7 @@ class VllmRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step did for one request."""
+    """The result of a step for one request."""
 
     name: str
     computed: int

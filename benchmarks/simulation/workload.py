@@ -19,12 +19,12 @@ class Arrival:
     place: int
     """The key under which the workload finds its prompt."""
     turn: int = 0
-    """How many requests of its session came before it."""
+    """The number of requests of its session before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSize:
-    """What its requests are like."""
+    """The sizes of its requests."""
 
     prompt_tokens: float
     """The mean over all requests."""
@@ -37,19 +37,19 @@ class Workload(Protocol):
 
     size: WorkloadSize
     ends_s: float
-    """When the last request arrives: after that the load falls, and nothing is counted."""
+    """The time when the last request arrives: after that the load falls, and nothing is counted."""
 
     def arrivals(self) -> Sequence[Arrival]:
-        """The requests whose times are known from the start."""
+        """Return the requests whose times are known from the start."""
         ...
 
     def prompt(self, arrival: Arrival) -> list[int]:
-        """The tokens of a request; called when it arrives."""
+        """Return the tokens of a request; called when it arrives."""
         ...
 
     def shared_ends(self, arrival: Arrival) -> Sequence[int]:
-        """Lengths at which a message of the prompt ends that other sessions may share, as a chat
-        template tells: those before the first response.
+        """Return the lengths at which a message of the prompt ends that other sessions may share,
+        as a chat template tells: those before the first response.
 
         Args:
             arrival: Of a request whose prompt was asked for.
@@ -57,7 +57,7 @@ class Workload(Protocol):
         ...
 
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> Arrival | None:
-        """The request that follows the response to this one, if any."""
+        """Return the request that follows the response to this one, if any."""
         ...
 
 
@@ -71,13 +71,13 @@ class Texts:
         self._next = 1000  # above all bytes, in which responses are written
 
     def text(self, tokens: int) -> range:
-        """A new text of so many tokens."""
+        """Return a new text of so many tokens."""
         start, self._next = self._next, self._next + tokens
         return range(start, self._next)
 
 
 def arrival_times(random: Random, per_s: float, ends_s: float, variation: float) -> list[float]:
-    """Times up to *ends_s* whose gaps are gamma-distributed.
+    """Return times up to *ends_s* whose gaps are gamma-distributed.
 
     Args:
         random: Where they are drawn from.

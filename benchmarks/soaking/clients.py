@@ -31,7 +31,7 @@ _RUNNER = SimulatedRunner(TimeModel(), RealClock(), _BYTES)
 
 
 class Fate(Enum):
-    """How a request ended, for its client."""
+    """The end of a request, for its client."""
 
     SERVED = "served"
     LEFT = "left"
@@ -45,7 +45,7 @@ class Fate(Enum):
     CUT = "cut"
     """The connection ended before the response did."""
     LATE = "late"
-    """No end within a minute."""
+    """It had no end within a minute."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Sent:
 
 
 def continuation(ids: Sequence[int], count: int) -> str:
-    """What a simulated engine generates after *ids*."""
+    """Return what a simulated engine generates after *ids*."""
     grown = list(ids)
     for _ in range(count):
         grown.append(_RUNNER.next_token(grown[-1], len(grown), 0))
@@ -98,10 +98,10 @@ class Workload:
         self._questions = [self._text(self.random.randint(1, 60)) for _ in range(_QUESTIONS)]
         self._talks = [self._talk() for _ in range(_TALKS)]
         self._turns = {model: [0] * _TALKS for model in models}
-        """How far each conversation with a model has come; after its last turn it begins again."""
+        """The progress of each conversation with a model; after its last turn it begins again."""
 
     def next(self, model: str | None = None) -> Sent:
-        """One request, to a model chosen at random where none is given."""
+        """Return one request, to a model chosen at random where none is given."""
         model = model or self.random.choice(self._models)
         kind = self.random.random()
         if kind < 0.3:
@@ -117,7 +117,7 @@ class Workload:
         return Sent(model, body, path, continuation(ids, count), time.monotonic())
 
     def _chat(self, model: str) -> tuple[str, dict[str, Any], list[int]]:
-        """The next turn of a conversation."""
+        """Return the next turn of a conversation."""
         number = self.random.randrange(_TALKS)
         turn, talk = self._turns[model][number], self._talks[number]
         self._turns[model][number] = (turn + 1) % (len(talk) // 2)
@@ -129,7 +129,8 @@ class Workload:
         )
 
     def _talk(self) -> list[dict[str, str]]:
-        """A conversation with all its questions and answers; its last message is a question."""
+        """Return a conversation with all its questions and answers; its last message is a
+        question."""
         messages = [{"role": "system", "content": self.random.choice(self._documents)}]
         for _ in range(_TURNS):
             messages.append({"role": "user", "content": self._text(self.random.randint(5, 40))})
@@ -144,7 +145,7 @@ class Workload:
 
 @dataclass
 class Tally:
-    """What became of all requests; only those that failed are kept."""
+    """The counts of all requests' ends; only the requests that failed are kept."""
 
     fates: Counter[Fate] = field(default_factory=Counter)
     failed: list[Sent] = field(default_factory=list)
@@ -175,7 +176,7 @@ class Clients:
     def __init__(self, balancer: Balancer, workload: Workload) -> None:
         self.tally = Tally()
         self.sent_s = 0.0
-        """For how long requests were sent."""
+        """The time for which requests were sent."""
         self._balancer = balancer
         self._workload = workload
         self._tasks: set[asyncio.Task[None]] = set()
@@ -238,7 +239,7 @@ async def _read(client: HttpClient, sent: Sent, leaves: bool) -> None:
 
 
 def _fate(sent: Sent) -> Fate:
-    """Of a response that came whole."""
+    """Return the fate of a response that came whole."""
     if sent.status != 200:
         return Fate.REFUSED
     if not sent.streams:
@@ -259,7 +260,7 @@ def _fate(sent: Sent) -> Fate:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Of a completion or a chat, whole or a part of one."""
+    """Return the text of a completion or a chat, whole or a part of one."""
     if "text" in choice:
         return str(choice["text"])
     return str(choice.get("message", choice.get("delta", {})).get("content") or "")

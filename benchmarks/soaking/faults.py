@@ -1,4 +1,4 @@
-"""What is done to the fleet, and which failures that excuses.
+"""The faults that are done to the fleet, and the failures that they excuse.
 
 Every fault has a beginning and an end, and puts right what it did.
 """
@@ -21,9 +21,9 @@ from benchmarks.soaking.links import Line
 from tests.support.waiting import eventually
 
 _WITHDRAWN_S = 1.0
-"""How long a balancer takes to notice: a `preStop` hook sleeps for so long."""
+"""The time that a balancer takes to notice: a `preStop` hook sleeps for so long."""
 _AFTERWARDS_S = 3.0
-"""For how long after its end a fault may still end a stream: a check that began before, fails."""
+"""A fault may still end a stream for so long after its end: a check that began before, fails."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Fault:
     began_at: float
     ended_at: float = float("inf")
     dying: tuple[float, float] | None = None
-    """From when to when a router's process ended that could not finish what it had."""
+    """The time from when to when a router's process ended that could not finish what it had."""
 
 
 class Faults:
@@ -134,7 +134,8 @@ class Faults:
         fault.ended_at = time.monotonic()
 
     async def router_stopped(self) -> None:
-        """As an update does it: it gets nothing new, is told to stop, and finishes what it has."""
+        """Stop a router as an update does it: it gets nothing new, is told to stop, and finishes
+        what it has."""
         router = self._fleet.routers[1]
         fault = self._fault("router_stopped", router.name)
         self._fleet.balancer.withdraw(router.name)
@@ -159,7 +160,7 @@ class Faults:
     # --- excuses ----------------------------------------------------------------------------------
 
     def excuse(self, sent: Sent) -> str | None:
-        """Which fault took this request with it; None: it should have been served."""
+        """Return the fault that took this request with it; None: it should have been served."""
         for fault in self.done:
             if _took(fault, sent):
                 return fault.kind
@@ -185,7 +186,8 @@ _TAKE_STREAMS = ("engine_killed", "engine_frozen", "line_cut", "line_silent")
 
 
 def _runs(pid: int) -> bool:
-    """Whether any thread of a process is left: until the last has ended, its sockets are open."""
+    """Return whether any thread of a process is left: until the last has ended, its sockets are
+    open."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the whole process is gone
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

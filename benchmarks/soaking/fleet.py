@@ -45,7 +45,7 @@ class Replica:
         return self.engine.name
 
     def settings(self) -> dict[str, Any]:
-        """Of the router."""
+        """Return the router's settings."""
         if not self.links:
             return {"url": self.engine.url, "id": self.name}
         http, events, replay = (link.port for link in self.links)
@@ -58,7 +58,7 @@ class Replica:
 
 
 class Held(NamedTuple):
-    """What a process holds, at rest."""
+    """The memory, files and threads that a process holds, at rest."""
 
     rss_mib: float
     descriptors: int
@@ -87,7 +87,7 @@ class Router:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Return the id of its process."""
         return self.process.process.pid
 
     async def restart(self) -> None:
@@ -102,7 +102,7 @@ class Router:
         raise TimeoutError(f"{self.name} does not start")
 
     def errors(self) -> list[str]:
-        """Lines that begin a traceback, of all the processes that there were."""
+        """Return the lines that begin a traceback, of all the processes that there were."""
         with contextlib.suppress(FileNotFoundError):
             self.logs.append(self.process.log())
         said = "\n".join(self.logs)

@@ -14,7 +14,7 @@ _FULL_BYTES = 1 << 20
 
 
 class Line(Enum):
-    """What a link does with its connections."""
+    """The way in which a link treats its connections."""
 
     OPEN = "open"
     SILENT = "silent"
@@ -167,11 +167,11 @@ class Balancer(Link):
         super().__init__(0)
         self._ports = dict(ports)
         self.ready: dict[str, bool] = dict.fromkeys(ports, False)
-        """What each said last."""
+        """The last answer of each to `/readyz`."""
         self._withdrawn: set[str] = set()
         self._turn = 0
         self.chosen: dict[int, str] = {}
-        """By the client's port, until the client forgets it."""
+        """The target chosen for a client, by the client's port, until the client forgets it."""
 
     async def start(self) -> None:
         await super().start()

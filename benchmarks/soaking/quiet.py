@@ -17,7 +17,8 @@ from kvevents.messages import encode_start, read_reply
 from tests.support.http_client import ask
 
 _DEADLINE_S = 300.0
-"""On a machine with other load a router of many replicas takes more than one minute to start."""
+"""Quiet is waited for so long: on a machine with other load a router of many replicas takes more
+than one minute to start."""
 _IN_FLIGHT = (
     "kvroute_in_flight_requests",
     "kvroute_in_flight_prefill_tokens",
@@ -54,13 +55,14 @@ class Quiet:
     fleet: Fleet
     workload: Workload
     settled_s: list[float] = field(default_factory=list)
-    """How long it took after each fault."""
+    """The time that it took after each fault."""
     exact: int = 0
     inexact: list[Sent] = field(default_factory=list)
     unserved: list[Sent] = field(default_factory=list)
 
     async def settle(self) -> None:
-        """Until every router follows all engines, knows all they have said, and hears the other.
+        """Wait until every router follows all engines, knows all they have published, and receives
+        from the other.
 
         Raises:
             TimeoutError: That takes too long; says what it waits for.
@@ -92,7 +94,7 @@ class Quiet:
         return ""
 
     async def told(self, replicas: Sequence[Replica]) -> None:
-        """Until every router has applied all that these engines have said."""
+        """Wait until every router has applied all that these engines have published."""
         deadline = time.monotonic() + _DEADLINE_S
         for router in self.fleet.routers:
             last = await self._last_batches(router, replicas)
@@ -108,7 +110,7 @@ class Quiet:
     async def _last_batches(
         self, router: Router, replicas: Sequence[Replica]
     ) -> dict[str, int | None]:
-        """What each engine says, from where the router is."""
+        """Return what each engine reports, seen from where the router is."""
         known = await _known(router, replicas)
         return {
             replica.name: await last_batch(replica, known[replica.name]) for replica in replicas
@@ -136,7 +138,7 @@ def _is_behind(known: int | None, last: int | None) -> bool:
 
 
 async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int | None]:
-    """The last batch of each engine, as the router has it."""
+    """Return the last batch of each engine, as the router has it."""
     if len(replicas) == 1:
         found = [(await ask(router.port, "GET", f"/replicas/{replicas[0].name}")).json]
     else:
@@ -145,8 +147,8 @@ async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int |
 
 
 async def last_batch(replica: Replica, known: int | None) -> int | None:
-    """The number of the last batch that an engine has published, at least *known*; None: it has
-    published none."""
+    """Return the number of the last batch that an engine has published, at least *known*; None: it
+    has published none."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(replica.endpoints[1])

@@ -393,7 +393,7 @@ def _served_model(
 
 
 def _hash_key(arguments: argparse.Namespace) -> HashKey | None:
-    """The key for blocks without token ids, if there is one.
+    """Return the key for blocks without token ids, if there is one.
 
     Raises:
         HashKeyError: Its file cannot be used.

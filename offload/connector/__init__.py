@@ -8,25 +8,3 @@ The files; each imports only what is listed above it:
     store_plan.py      which blocks of a request are worth storing
     connector.py       `OffloadingConnector`: loads and stores, from plan to completion
 """
-
-from __future__ import annotations
-
-from offload.connector.connector import (
-    ConnectorStatistics,
-    CopyStatistics,
-    FinishedLoads,
-    OffloadingConnector,
-)
-from offload.connector.load_plan import ExternalHit
-from offload.connector.store_plan import StoreScope
-from offload.connector.tier import Tier
-
-__all__ = [
-    "ConnectorStatistics",
-    "CopyStatistics",
-    "ExternalHit",
-    "FinishedLoads",
-    "OffloadingConnector",
-    "StoreScope",
-    "Tier",
-]

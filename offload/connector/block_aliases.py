@@ -64,7 +64,6 @@ class BlockAliases:
         Until then only its own hash is known, so it cannot be found by the GPU blocks before its
         last.
 
-
         Returns:
             The aliases that no other block covers; empty if the block's aliases were known.
         """

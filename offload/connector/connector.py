@@ -165,7 +165,9 @@ class OffloadingConnector:
         to the GPU for another request.
         """
         if request.request_id not in self._contexts:
-            self._begin(context_of(request))
+            context = self._contexts[request.request_id] = context_of(request)
+            for tier in self._tiers:
+                tier.manager.on_new_request(context)
         hit = self._loads.find(request, computed)
         if any(self._keys_loading[piece.key] for piece in hit.pieces):
             return None
@@ -214,11 +216,6 @@ class OffloadingConnector:
         if context is not None:
             for tier in self._tiers:
                 tier.manager.on_request_finished(context)
-
-    def _begin(self, context: RequestContext) -> None:
-        self._contexts[context.request_id] = context
-        for tier in self._tiers:
-            tier.manager.on_new_request(context)
 
     # --- storing ----------------------------------------------------------------------------------
 

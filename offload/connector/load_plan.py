@@ -74,9 +74,14 @@ class LoadPlanner:
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
         """Return the tokens that the tiers add to a hit on the GPU."""
         find = self._search(context_of(request))
-        num_tokens = self._longest(request, computed.num_tokens, find)
-        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, find))
-        return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
+
+        def below(group: int, end: int) -> bool:
+            return find(GroupIdx(group), request.hash_at(end)) is not None
+
+        start = computed.num_tokens
+        stop = longest_extended_hit(self._layout, below, start, request.num_tokens)
+        pieces = tuple(self._pieces(request, start, stop, find)) if stop > start else ()
+        return ExternalHit(stop, stop - start, pieces)
 
     def keys(self, request: CacheRequest, most: int) -> list[OffloadKey]:
         """All blocks of a request that a tier might hold, from the prompt's start."""
@@ -112,14 +117,8 @@ class LoadPlanner:
 
         return find
 
-    def _longest(self, request: CacheRequest, gpu_hit: int, find: _Find) -> int:
-        def below(group: int, end: int) -> bool:
-            return find(GroupIdx(group), request.hash_at(end)) is not None
-
-        return longest_extended_hit(self._layout, below, gpu_hit, request.num_tokens)
-
     def _pieces(self, request: CacheRequest, start: int, stop: int, find: _Find) -> Iterator[Piece]:
-        for manager in self._managers if stop > start else ():
+        for manager in self._managers:
             # A hit that leaves out the last token of a prompt ends inside a block.
             last = -(-stop // manager.block_size) - 1
             first = max(manager.needed_blocks(stop).start, start // manager.block_size)

@@ -23,8 +23,8 @@ from typing_extensions import override
 from offload.base import CPULoadStoreSpec, Direction, TransferJob
 from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import CanonicalKVCache
-from offload.transfer.plan import Chunk, Ids, TransferGeometry, check_ids
-from offload.transfer.rows import RowCopier, rows_of
+from offload.transfer.plan import Chunk, TransferGeometry, check_ids
+from offload.transfer.rows import Ids, RowCopier, Rows, rows_of
 from offload.transfer.runner import TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
@@ -60,7 +60,7 @@ class CPUTransferWorker(TransferWorker):
         # Zeroed, so that the system allocates the pages here and not during the first copies.
         self.slots = torch.zeros(shape, dtype=torch.int8, pin_memory=cache.device.type == "cuda")
         """The tier's memory, `[num_cpu_blocks, slot_bytes]` int8."""
-        super().__init__("kv-cpu-tier", geometry, options or TransferOptions())
+        super().__init__("kv-cpu-tier", geometry, options)
 
     @override
     def submit(self, job: TransferJob) -> None:
@@ -105,16 +105,18 @@ class _SlotSide(LowerSide):
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
-        block_bytes = buffer.size(1)
-        slots = rows_of(self.slots.numpy(), 0, block_bytes)
-        self.copier.scatter(
-            rows_of(buffer.numpy(), 0, block_bytes), self.slot_ids[chunk.lower], slots
-        )
+        staged, slots = self._rows(buffer)
+        self.copier.scatter(staged, self.slot_ids[chunk.lower], slots)
 
     @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
+        staged, slots = self._rows(buffer)
+        self.copier.gather(slots, self.slot_ids[chunk.lower], staged)
+
+    def _rows(self, buffer: Tensor) -> tuple[Rows, Rows]:
+        """The buffer's blocks, and the front of every slot that holds one."""
         block_bytes = buffer.size(1)
-        slots = rows_of(self.slots.numpy(), 0, block_bytes)
-        self.copier.gather(
-            slots, self.slot_ids[chunk.lower], rows_of(buffer.numpy(), 0, block_bytes)
+        return (
+            rows_of(buffer.numpy(), 0, block_bytes),
+            rows_of(self.slots.numpy(), 0, block_bytes),
         )

@@ -76,7 +76,6 @@ def _hash_bytes(key: OffloadKey) -> int:
 def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
     """Verify the content of a block's file.
 
-
     Raises:
         BlockFileError: Header and payload differ from those written for this key.
     """

@@ -3,19 +3,23 @@
 Files are written under a temporary name and renamed. Reads are verified; a file that does not
 verify is deleted, never served. Sizes are those of the files: file systems need more, for rounding
 and for directories.
+
+A manifest records which layout and model the blocks belong to, which their names do not show. A
+directory of another layout or model is refused, and so is one that holds foreign files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from typing_extensions import override
 
@@ -32,11 +36,12 @@ from offload.fs.block_file import (
     key_of,
     relative_path,
 )
-from offload.fs.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 
+_MANIFEST = "manifest.json"
+_MANIFEST_FORMAT = 1
 _LOCK = "lock"
 _TEMPORARY = ".tmp"
-_OURS = {MANIFEST, f"{MANIFEST}{_TEMPORARY}", _LOCK}
+_OURS = {_MANIFEST, f"{_MANIFEST}{_TEMPORARY}", _LOCK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +56,6 @@ class StoredFile:
     """The hashes of the GPU blocks it covers, its own last; empty for a single one."""
 
 
-def file_bytes(
-    key: OffloadKey, payload_bytes: Sequence[int], gpu_blocks: Sequence[int] | None = None
-) -> int:
-    """The length of a block's file.
-
-    Args:
-        payload_bytes: Per group, the bytes of an offloaded block.
-        gpu_blocks: Per group, how many GPU blocks it covers; None: one each.
-
-    Raises:
-        TransferError: The key's length or group is out of range.
-    """
-    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        raise TransferError(
-            f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
-        )
-    _, group = unpack_offload_key(key)
-    if group >= len(payload_bytes):
-        raise TransferError(
-            f"disk tier: a key of group {group} must belong to one of {len(payload_bytes)} groups"
-        )
-    return header_bytes(key, gpu_blocks[group] if gpu_blocks else 1) + payload_bytes[group]
-
-
 @dataclass(slots=True)
 class StoreStatistics:
     """Counts of a store since it was opened."""
@@ -87,22 +68,39 @@ class StoreStatistics:
     """Files that could not be read or did not verify."""
 
 
-class BlockFiles(Protocol):
-    """The interface of a disk tier's files to its manager."""
+class BlockFiles(ABC):
+    """The files of a disk tier, as its manager uses them."""
 
-    @property
-    def payload_bytes(self) -> Sequence[int]:
-        """Per group, the bytes of an offloaded block."""
-        ...
+    def __init__(
+        self, payload_bytes: Sequence[int], gpu_blocks: Sequence[int] | None = None
+    ) -> None:
+        """
+        Args:
+            payload_bytes: Per group, the bytes of an offloaded block.
+            gpu_blocks: Per group, how many GPU blocks it covers; None: one each.
+        """
+        self.payload_bytes = tuple(payload_bytes)
+        self.gpu_blocks = tuple(gpu_blocks or (1,) * len(self.payload_bytes))
 
     def file_bytes(self, key: OffloadKey) -> int:
         """The length of a block's file.
 
         Raises:
-            TransferError: No block of this directory has such a key.
+            TransferError: The key's length or group is out of range.
         """
-        ...
+        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise TransferError(
+                f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+            )
+        _, group = unpack_offload_key(key)
+        if group >= len(self.payload_bytes):
+            raise TransferError(
+                f"disk tier: a key of group {group} must belong to one of "
+                f"{len(self.payload_bytes)} groups"
+            )
+        return header_bytes(key, self.gpu_blocks[group]) + self.payload_bytes[group]
 
+    @abstractmethod
     def scan(self) -> list[StoredFile]:
         """The block files in the directory, the longest unused first.
 
@@ -113,19 +111,18 @@ class BlockFiles(Protocol):
             CacheConfigError: Another process, or another store of this one, has scanned the
                 directory and not closed it.
         """
-        ...
 
+    @abstractmethod
     def remove(self, key: OffloadKey) -> None:
         """Delete a block's file if it exists.
 
         Raises:
             OSError: It exists and cannot be deleted.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Let another store scan the directory; a second call has no effect."""
-        ...
 
 
 class BlockStore(BlockFiles):
@@ -148,7 +145,8 @@ class BlockStore(BlockFiles):
         Args:
             root: The directory; each worker of a model has its own.
             payload_bytes: Per group, the bytes of an offloaded block.
-            identity: See `Manifest`.
+            identity: All else that makes equal keys mean equal bytes: model and revision, cache
+                dtype, hash seed, rank. Compared verbatim.
             durable: Wait for the disk at every write. Without it a power failure may lose blocks,
                 but damaged ones are never served.
             blocks_per_offloaded_block: Per group, how many GPU blocks a block covers. Files then
@@ -158,30 +156,25 @@ class BlockStore(BlockFiles):
             CacheConfigError: The directory was made for another layout or identity, or holds
                 foreign files.
         """
+        super().__init__(payload_bytes, blocks_per_offloaded_block)
+        if not self.payload_bytes or min(self.payload_bytes) < 1:
+            raise CacheConfigError(
+                f"disk tier: payload_bytes {list(self.payload_bytes)} must be one positive number "
+                "for each group"
+            )
         self.root = root
-        self._payload_bytes = tuple(payload_bytes)
-        self._gpu_blocks = tuple(blocks_per_offloaded_block or (1,) * len(self._payload_bytes))
         self._durable = durable
         self._temporary_numbers = itertools.count()
         self._lock = threading.Lock()
         self._counts = StoreStatistics()
         self._claim: int | None = None
-        self._open(Manifest(self._payload_bytes, identity, self._gpu_blocks))
-
-    @property
-    @override
-    def payload_bytes(self) -> Sequence[int]:
-        return self._payload_bytes
+        self._open(self._manifest(identity))
 
     # --- blocks -----------------------------------------------------------------------------------
 
-    @override
-    def file_bytes(self, key: OffloadKey) -> int:
-        return file_bytes(key, self._payload_bytes, self._gpu_blocks)
-
     def _header_bytes(self, key: OffloadKey) -> int:
         _, group = unpack_offload_key(key)
-        return header_bytes(key, self._gpu_blocks[group])
+        return header_bytes(key, self.gpu_blocks[group])
 
     def write(
         self, key: OffloadKey, payload: memoryview, block_hashes: Sequence[bytes] = ()
@@ -224,13 +217,13 @@ class BlockStore(BlockFiles):
             TransferError: Their number or lengths are not those of the key's group.
         """
         own, group = unpack_offload_key(key)
-        if self._gpu_blocks[group] == 1:
+        if self.gpu_blocks[group] == 1:
             return ()
         lengths = {len(block_hash) for block_hash in block_hashes}
-        if len(block_hashes) != self._gpu_blocks[group] or lengths != {len(own)}:
+        if len(block_hashes) != self.gpu_blocks[group] or lengths != {len(own)}:
             raise TransferError(
                 f"disk tier: {len(block_hashes)} block hashes of a block of group {group} must be "
-                f"{self._gpu_blocks[group]} of {len(own)} bytes"
+                f"{self.gpu_blocks[group]} of {len(own)} bytes"
             )
         return block_hashes
 
@@ -282,24 +275,44 @@ class BlockStore(BlockFiles):
 
     # --- opening and scanning ---------------------------------------------------------------------
 
-    def _open(self, manifest: Manifest) -> None:
+    def _manifest(self, identity: str) -> bytes:
+        """The properties that all blocks of the directory share."""
+        document: dict[str, object] = {
+            "format": _MANIFEST_FORMAT,
+            "identity": identity,
+            "payload_bytes": list(self.payload_bytes),
+        }
+        if max(self.gpu_blocks) > 1:
+            document["gpu_blocks"] = list(self.gpu_blocks)
+        return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
+
+    def _open(self, manifest: bytes) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        found = read_manifest(self.root)
-        if found == manifest.encode():
+        try:
+            found = (self.root / _MANIFEST).read_bytes()
+        except FileNotFoundError:
+            self._refuse_foreign_files()
+            self._write_manifest(manifest)
             return
-        if found is not None:
+        if found != manifest:
             raise CacheConfigError(
-                f"disk tier {self.root}: {MANIFEST} must be that of this layout and identity; "
+                f"disk tier {self.root}: {_MANIFEST} must be that of this layout and identity; "
                 "use another directory, or delete what is in this one"
             )
-        self._refuse_foreign_files()
-        write_manifest(self.root, manifest)
+
+    def _write_manifest(self, manifest: bytes) -> None:
+        temporary = self.root / f"{_MANIFEST}{_TEMPORARY}"
+        with temporary.open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.root / _MANIFEST)
 
     def _refuse_foreign_files(self) -> None:
         foreign = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
         if foreign:
             raise CacheConfigError(
-                f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; "
+                f"disk tier {self.root}: holds {foreign[0]!r} and no {_MANIFEST}; "
                 "a new directory must be empty"
             )
 
@@ -336,7 +349,7 @@ class BlockStore(BlockFiles):
         return StoredFile(key, status.st_size, status.st_mtime_ns, self._read_hashes(path, key))
 
     def _read_hashes(self, path: Path, key: OffloadKey) -> Sequence[bytes]:
-        if self._gpu_blocks[unpack_offload_key(key)[1]] == 1:
+        if self.gpu_blocks[unpack_offload_key(key)[1]] == 1:
             return ()
         with path.open("rb") as file:
             return hashes_of(file.read(self._header_bytes(key)), key)

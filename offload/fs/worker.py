@@ -16,7 +16,7 @@ from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, TransferWorker, remote_options
+from offload.transfer.runner import REMOTE_STAGING_BYTES, TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
 
@@ -56,7 +56,7 @@ class FileTransferWorker(TransferWorker):
             )
         if io_threads < 1:
             raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
-        super().__init__("kv-disk-tier", geometry, remote_options(options))
+        super().__init__("kv-disk-tier", geometry, options, REMOTE_STAGING_BYTES)
         self._store = store
         self._io = begun_pool(io_threads, "kv-files")
 
@@ -112,10 +112,6 @@ class _FileSide(LowerSide):
     keys: tuple[OffloadKey, ...]
     block_hashes: tuple[tuple[bytes, ...], ...]
     io: ThreadPoolExecutor
-
-    @override
-    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
-        return None
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:

@@ -2,10 +2,8 @@
 
 The files; each imports only what is listed above it:
 
-    base.py              block tables of one group, the part that all kinds share
-    full.py              full attention, MLA, sinks
-    sliding_window.py    sliding window
-    chunked_local.py     chunked local attention
+    base.py              block tables of one group: full attention, and a base for other kinds
+    local.py             sliding windows, chunked local attention
     mamba.py             Mamba and linear attention
     cross_attention.py   cross attention
 """

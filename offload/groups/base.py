@@ -1,4 +1,4 @@
-"""Keeps one group's block tables of every request: the part that all kinds share.
+"""Keeps one group's block tables of every request: for full attention, and as a base of all kinds.
 
 A request's *block table* in a group lists its blocks in the order of its tokens, with the null
 block wherever none is needed any more, or none ever was. A manager decides how many blocks a
@@ -8,34 +8,15 @@ groups is the coordinator's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
-from kvevents.layout import KVCacheGroup
 from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.errors import CacheConfigError
+from offload.config import CacheConfig
 from offload.request import CacheRequest
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """One group's part of a cache's configuration. All sizes in tokens."""
-
-    group_idx: GroupIdx
-    """Index in the layout."""
-    group: KVCacheGroup
-    scheduler_block_size: int
-    """Hits end at its multiples; a multiple of the group's block size."""
-    max_in_flight_tokens: int
-    """Most tokens a step computes for one request."""
-    max_model_len: int
-    """Longest request."""
-    eagle: bool = False
-    """True if the group must have one block more of a hit than is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +53,39 @@ class RequestNeed:
     """Tokens of the encoder's output, for cross attention."""
 
 
-class GroupManager(ABC):
-    """Block tables of one group. Each kind of attention overrides the differences."""
+@dataclass(slots=True)
+class BlockTable:
+    """One request's blocks in one group."""
 
-    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
-        """
+    blocks: list[Block]
+    num_cached: int = 0
+    """Leading blocks that are findable or were not worth it."""
+    num_given_back: int = 0
+    """Leading blocks that the request was past already; a table of states has null blocks behind
+    them too."""
 
-        Raises:
-            CacheConfigError: scheduler_block_size is not a multiple of the group's block size.
+
+class GroupManager:
+    """Block tables of one group. By itself it is for full attention, MLA and sinks, where a token
+    looks at all before it: every block is held to the end, and every full one can serve a hit.
+    """
+
+    def __init__(self, group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> None:
         """
-        group = settings.group
-        if settings.scheduler_block_size % group.block_size:
-            raise CacheConfigError(
-                f"group {settings.group_idx} ({group.kind.value}): scheduler_block_size "
-                f"{settings.scheduler_block_size} must be a multiple of block_size "
-                f"{group.block_size}"
-            )
-        self.settings = settings
-        self.group_idx = settings.group_idx
-        self.group = group
-        self.block_size = group.block_size
+        Args:
+            group_idx: Index in the configuration's layout.
+            pool: Shared by all groups.
+        """
+        self.group_idx = group_idx
+        self.group = config.layout.groups[group_idx]
+        self.block_size = self.group.block_size
+        self.config = config
+        self.eagle = group_idx in config.layout.eagle
+        """True if the group must have one block more of a hit than is reused."""
         self.pool = pool
         self.slid_out = 0
         """Blocks freed while their request ran on."""
-        self._tables: dict[str, list[Block]] = {}
-        self._cached_counts: dict[str, int] = {}
+        self._tables: dict[str, BlockTable] = {}
         self._unreadable: set[bytes] = set()
         """Hashes of blocks that only the next step can read."""
 
@@ -106,28 +95,30 @@ class GroupManager(ABC):
 
     def block_table(self, request_id: str) -> Sequence[Block]:
         """The request's blocks; empty if it has none."""
-        return self._tables.get(request_id, ())
+        table = self._tables.get(request_id)
+        return () if table is None else table.blocks
 
     def num_cached_blocks(self, request_id: str) -> int:
         """Leading blocks of the request's table that are findable or were not worth it."""
-        return self._cached_counts.get(request_id, 0)
+        table = self._tables.get(request_id)
+        return 0 if table is None else table.num_cached
 
     def references(self) -> Counter[int]:
         """Per block id, how many tables list the block; null blocks are left out."""
         tables = self._tables.values()
-        return Counter(b.block_id for table in tables for b in table if not b.is_null)
+        return Counter(b.block_id for table in tables for b in table.blocks if not b.is_null)
 
     # --- what differs from kind to kind -----------------------------------------------------------
 
-    @abstractmethod
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:  # noqa: ARG002
         """How many leading tokens the next token does not look at."""
+        return 0
 
-    @abstractmethod
     def keep_mask(
         self, request_id: str, start: int, stop: int, retention: Retention
     ) -> list[bool] | None:
-        """Return which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
+        """Return which of the request's blocks `[start, stop)` can ever serve a hit; None for all,
+        as here.
 
         Args:
             start: Index of the first block in the request's table.
@@ -144,7 +135,7 @@ class GroupManager(ABC):
     def _read_behind(self, ends: Iterable[int]) -> set[int]:
         """Return table indices of the blocks that requests read that resume at one of *ends*, in
         tokens."""
-        step, eagle = self.settings.scheduler_block_size, int(self.settings.eagle)
+        step, eagle = self.config.scheduler_block_size, int(self.eagle)
         found = set[int]()
         for end in ends:
             needed = self.needed_blocks(end // step * step)
@@ -168,7 +159,7 @@ class GroupManager(ABC):
 
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
-        return blocks_for(self.settings.max_model_len, self.block_size)
+        return blocks_for(self.config.max_model_len, self.block_size)
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
         """Return whether a request of this step can start from a hit's blocks, or the step writes
@@ -209,8 +200,8 @@ class GroupManager(ABC):
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
         kept = blocks[skipped:]
         self.pool.touch(kept)
-        self._tables[request_id] = [self.pool.null_block] * skipped + list(kept)
-        self._cached_counts[request_id] = len(self._tables[request_id])
+        table = [self.pool.null_block] * skipped + list(kept)
+        self._tables[request_id] = BlockTable(table, len(table), skipped)
 
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Allocate blocks for tokens that a lower tier will bring.
@@ -219,7 +210,7 @@ class GroupManager(ABC):
             request_id: A request whose table was just started.
             num_computed_tokens: Where it goes on once they are there.
         """
-        table = self._tables[request_id]
+        table = self._tables[request_id].blocks
         missing = blocks_for(num_computed_tokens, self.block_size) - len(table)
         if missing > 0:
             table += self.pool.get_new_blocks(missing)
@@ -230,8 +221,7 @@ class GroupManager(ABC):
         Args:
             request_id: The request; its table is started if it has none.
         """
-        table = self._tables.setdefault(request_id, [])
-        self._cached_counts.setdefault(request_id, 0)
+        table = self._tables.setdefault(request_id, BlockTable([])).blocks
         missing = blocks_for(need.num_slots, self.block_size) - len(table)
         new = self.pool.get_new_blocks(missing) if missing > 0 else []
         table += new
@@ -245,22 +235,21 @@ class GroupManager(ABC):
         Args:
             num_tokens: How far its blocks are written, or will be by the end of this step.
         """
-        start = self._cached_counts[request.request_id]
-        stop = num_tokens // self.block_size
+        table = self._tables[request.request_id]
+        start, stop = table.num_cached, num_tokens // self.block_size
         if start >= stop:
             return
         keep = self.keep_mask(request.request_id, start, stop, retention)
-        self.pool.cache_full_blocks(
-            request, self.group_idx, self._tables[request.request_id], start, stop, keep
-        )
-        self._cached_counts[request.request_id] = stop
+        self.pool.cache_full_blocks(request, self.group_idx, table.blocks, start, stop, keep)
+        table.num_cached = stop
 
     # --- giving back ------------------------------------------------------------------------------
 
     def skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[Block]:
         """Blocks the request holds and no longer needs, its latest first."""
         table = self.block_table(request_id)
-        return [table[index] for index in self._skipped_indices(request_id, num_computed_tokens)]
+        indices = self._skipped_indices(request_id, num_computed_tokens)
+        return [table[index] for index in indices if not table[index].is_null]
 
     def free_skipped_blocks(
         self, request_id: str, num_computed_tokens: int, ends: Sequence[int] | None = None
@@ -275,40 +264,33 @@ class GroupManager(ABC):
         if not indices:
             return
         table = self._tables[request_id]
+        self.slid_out += len(self.skipped_blocks(request_id, num_computed_tokens))
         read = set(indices) if ends is None else self._read_behind(ends)
-        superseded = [table[index] for index in indices if index not in read]
-        others = [table[index] for index in indices if index in read]
+        superseded = [table.blocks[index] for index in indices if index not in read]
+        others = [table.blocks[index] for index in indices if index in read]
         for index in indices:
-            table[index] = self.pool.null_block
-        self.slid_out += len(indices)
+            table.blocks[index] = self.pool.null_block
+        table.num_given_back = indices[0] + 1
         self.pool.free_blocks(others, have_slid_out=True)
         self.pool.free_blocks(superseded, have_slid_out=True, evict_first=True)
 
     def free(self, request_id: str) -> None:
         """Give back all of the request's blocks, its last first; no error if it holds none."""
-        table = self._tables.pop(request_id, [])
-        self._cached_counts.pop(request_id, None)
-        self.pool.free_blocks(reversed(table))
+        self.pool.free_blocks(reversed(self.block_table(request_id)))
+        self._tables.pop(request_id, None)
 
     def start_step(self) -> None:
         """Begin a step: the last one's blocks can be read now."""
         self._unreadable.clear()
 
-    def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
-        """Backwards to the first null block: those before it were given back earlier."""
-        table = self.block_table(request_id)
-        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
-        indices: list[int] = []
-        for index in range(skipped - 1, -1, -1):
-            if table[index].is_null:
-                break
-            indices.append(index)
-        return indices
-
-    def _num_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> int:
-        """Leading blocks of the request's table that it no longer needs, given back or not."""
+    def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> range:
+        """Return which blocks of the table the request is past since the last time, the latest
+        first."""
+        table = self._tables.get(request_id)
+        if table is None:
+            return range(0)
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
-        return min(skipped, len(self.block_table(request_id)))
+        return range(min(skipped, len(table.blocks)) - 1, table.num_given_back - 1, -1)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

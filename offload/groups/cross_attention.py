@@ -20,16 +20,6 @@ class CrossAttentionManager(GroupManager):
     """
 
     @override
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return 0
-
-    @override
-    def keep_mask(
-        self, request_id: str, start: int, stop: int, retention: Retention
-    ) -> list[bool] | None:
-        return None
-
-    @override
     def num_blocks_to_allocate(
         self, request_id: str, need: RequestNeed, is_admission: bool = False
     ) -> int:

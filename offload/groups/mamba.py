@@ -8,15 +8,15 @@ most two blocks, whatever the length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import override
 
+from kvevents.events import GroupIdx
 from offload.block import Block
 from offload.block_pool import BlockPool
+from offload.config import CacheConfig
 from offload.groups.base import (
+    BlockTable,
     GroupManager,
-    GroupSettings,
     RequestNeed,
     Retention,
     blocks_for,
@@ -32,15 +32,12 @@ class MambaManager(GroupManager):
     writes it has ended. So a state that was cached in this step cannot be read before the next.
     """
 
-    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
+    def __init__(self, group_idx: GroupIdx, config: CacheConfig, pool: BlockPool) -> None:
         """See `GroupManager`."""
-        super().__init__(settings, pool)
+        super().__init__(group_idx, config, pool)
         self._whole_states: dict[str, set[int]] = {}
         """Per request, indices of blocks whose state is that of their last token, until they are
         cached."""
-        self._given_back: dict[str, int] = {}
-        """Per request, how many leading blocks were given back; its table has null blocks beyond
-        too."""
 
     @override
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -62,7 +59,7 @@ class MambaManager(GroupManager):
     def _is_retained(self, index: int, retention: Retention) -> bool:
         if retention.interval is None:
             return True
-        end, step = (index + 1) * self.block_size, self.settings.scheduler_block_size
+        end, step = (index + 1) * self.block_size, self.config.scheduler_block_size
         if retention.kept_behind is not None and end > retention.kept_behind:
             return True
         at_interval = retention.interval > 0 and end % retention.interval == 0
@@ -93,8 +90,7 @@ class MambaManager(GroupManager):
 
     @override
     def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> list[Block]:
-        table = self._tables.setdefault(request_id, [])
-        self._cached_counts.setdefault(request_id, 0)
+        table = self._tables.setdefault(request_id, BlockTable([])).blocks
         self._record_state(request_id, need.num_tokens)
         missing = blocks_for(need.num_tokens, self.block_size) - len(table)
         if missing <= 0:
@@ -106,10 +102,11 @@ class MambaManager(GroupManager):
     @override
     def cache_blocks(self, request: CacheRequest, num_tokens: int, retention: Retention) -> None:
         request_id = request.request_id
-        start = self._cached_counts[request_id]
+        table = self._tables[request_id]
+        start = table.num_cached
         super().cache_blocks(request, num_tokens, retention)
-        stop = self._cached_counts[request_id]
-        states = self._tables[request_id][start:stop]
+        stop = table.num_cached
+        states = table.blocks[start:stop]
         self._unreadable.update(
             state.block_hash for state in states if state.block_hash is not None
         )
@@ -124,22 +121,6 @@ class MambaManager(GroupManager):
             whole.add(num_tokens // self.block_size - 1)
 
     @override
-    def free_skipped_blocks(
-        self, request_id: str, num_computed_tokens: int, ends: Sequence[int] | None = None
-    ) -> None:
-        super().free_skipped_blocks(request_id, num_computed_tokens, ends)
-        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
-        self._given_back[request_id] = max(skipped, self._given_back.get(request_id, 0))
-
-    @override
     def free(self, request_id: str) -> None:
         super().free(request_id)
         self._whole_states.pop(request_id, None)
-        self._given_back.pop(request_id, None)
-
-    @override
-    def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
-        table = self.block_table(request_id)
-        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
-        given_back = self._given_back.get(request_id, 0)
-        return [i for i in range(skipped - 1, given_back - 1, -1) if not table[i].is_null]

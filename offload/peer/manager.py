@@ -22,7 +22,7 @@ from offload.request import PeerSource
 
 PEER = "PEER"
 """The tier's name. No event carries it: a peer's blocks are in that peer's own events."""
-_NOBODY = PeerSource("", 0)
+_NO_SOURCE = PeerSource("", 0)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class PeerManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> PrepareStoreOutput:
         """Take nothing."""
-        return PrepareStoreOutput((), PeerLoadSpec(_NOBODY, ()), ())
+        return PrepareStoreOutput((), PeerLoadSpec(_NO_SOURCE, ()), ())
 
     @override
     def complete_store(

@@ -21,11 +21,9 @@ class PeerMemory(Protocol):
 
     def holds(self, key: OffloadKey) -> bool:
         """Return whether the block can be loaded now."""
-        ...
 
     def read(self, key: OffloadKey) -> bytes | None:
         """Return the block's bytes; None if it is missing, or went while it was read."""
-        ...
 
 
 class PeerServer:

@@ -10,7 +10,7 @@ from offload.errors import TransferError
 from offload.peer.client import PeerClient
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
-from offload.transfer.runner import TransferOptions, TransferWorker, remote_options
+from offload.transfer.runner import REMOTE_STAGING_BYTES, TransferOptions, TransferWorker
 from offload.transfer.staging import LowerSide
 
 
@@ -24,7 +24,7 @@ class PeerTransferWorker(TransferWorker):
         Args:
             options: How to copy; a chunk is 16 MiB if left out.
         """
-        super().__init__("kv-peer-tier", TransferGeometry(cache, None), remote_options(options))
+        super().__init__("kv-peer-tier", TransferGeometry(cache), options, REMOTE_STAGING_BYTES)
         self._peers = peers
 
     @override
@@ -44,10 +44,6 @@ class _PeerSide(LowerSide):
     def __init__(self, peers: PeerClient, blocks: PeerLoadSpec) -> None:
         self._peers = peers
         self._blocks = blocks
-
-    @override
-    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
-        return None
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:

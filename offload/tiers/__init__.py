@@ -13,8 +13,7 @@ The files; each imports only what is listed above it:
 
     base.py      the interface of a specification, and its host
     options.py   options that are checked
-    memory.py    `cpu`
-    disk.py      `fs`
+    local.py     `cpu` and `fs`
     peers.py     `p2p`
     creation.py  from names to tiers
 """

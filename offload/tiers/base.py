@@ -36,7 +36,6 @@ class TransferBackend(Protocol):
             num_blocks: Room in offloaded blocks.
             blocks_per_offloaded_block: GPU blocks in each, per group.
         """
-        ...
 
     def disk(
         self,
@@ -52,7 +51,6 @@ class TransferBackend(Protocol):
             identity: The weights'; files of other weights are refused.
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
         """
-        ...
 
     def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
         """Return the worker that copies to and from a tier of another package.
@@ -61,11 +59,9 @@ class TransferBackend(Protocol):
             make: Given the engine's pages, a `CanonicalKVCache`. An engine without tensors does not
                 call it, and returns a worker that only takes the time.
         """
-        ...
 
     def peer_worker(self, peers: PeerClient) -> OffloadingWorker:
         """Return the worker that copies from other engines' memories."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class OffloadingSpec(Protocol):
     @property
     def blocks_per_offloaded_block(self) -> Sequence[int]:
         """GPU blocks in an offloaded block, per group."""
-        ...
 
     def create_manager(self) -> OffloadingManager:
         """Make the scheduler's side.
@@ -99,7 +94,6 @@ class OffloadingSpec(Protocol):
         Raises:
             CacheConfigError: The options contradict the engine.
         """
-        ...
 
     def create_worker(self) -> OffloadingWorker:
         """Make the side that moves bytes.
@@ -107,8 +101,6 @@ class OffloadingSpec(Protocol):
         Raises:
             CacheConfigError: The options contradict the engine.
         """
-        ...
 
     def close(self) -> None:
         """Close everything opened; also called if a part could not be made."""
-        ...

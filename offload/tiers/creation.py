@@ -12,8 +12,7 @@ from offload.base import OffloadingWorker
 from offload.connector.tier import Tier
 from offload.errors import CacheConfigError
 from offload.tiers.base import OffloadingSpec, TierConfig, TierHost
-from offload.tiers.disk import FileOffloadingSpec
-from offload.tiers.memory import CPUOffloadingSpec
+from offload.tiers.local import CPUOffloadingSpec, FileOffloadingSpec
 from offload.tiers.peers import PeerTierSpec
 
 GROUP = "kvroute.offload_tiers"

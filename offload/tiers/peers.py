@@ -94,6 +94,8 @@ class _TierInMemory:
         worker = self._worker
         if not isinstance(worker, _ReadsBlocks):
             return None  # an engine without tensors
+        if not self._manager.holds(key):
+            return None  # what a peer asks for need not be a key
         _, group_idx = unpack_offload_key(key)
         size = self._page_bytes[group_idx]
         return self._manager.read(key, lambda block_id: worker.read_block(block_id, size))

@@ -20,7 +20,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from offload.base import Direction
-from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry, TransferPlan
 from offload.transfer.staging import LowerSide, Pace, Stager, at_once, chunk_view, staging_size
 
@@ -69,7 +68,6 @@ class CudaStager(Stager):
         self._geometry = geometry
         self._pace = pace
         self._device = geometry.cache.device
-        self._pages = _DevicePages(geometry.cache)
         self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._lanes = [self._new_lane() for _ in range(2)]
@@ -101,18 +99,15 @@ class CudaStager(Stager):
             if after is not None:
                 self._stream.wait_event(after)
             try:
-                self._run(plan, side, block_ids)
+                if plan.direction is Direction.STORE:
+                    self._store(plan, side, block_ids)
+                else:
+                    self._load(plan, side, block_ids)
             finally:
                 # The next job must find the buffers unused, also after a fault; and a load is over
                 # for every stream of the device once the host has seen it end.
                 self._stream.synchronize()
         return plan.gpu_bytes
-
-    def _run(self, plan: TransferPlan, side: LowerSide, block_ids: Tensor) -> None:
-        if plan.direction is Direction.STORE:
-            self._store(plan, side, block_ids)
-        else:
-            self._load(plan, side, block_ids)
 
     def _store(self, plan: TransferPlan, side: LowerSide, block_ids: Tensor) -> None:
         ahead: _Arriving | None = None
@@ -130,7 +125,8 @@ class CudaStager(Stager):
         on_device = chunk_view(self._geometry, chunk, lane.device)
         direct = side.direct_buffer(chunk)
         buffer = chunk_view(self._geometry, chunk, lane.host) if direct is None else direct
-        self._pages.gather(chunk, ids, on_device)
+        for rows, staged in self._pairs(chunk, on_device):
+            torch.index_select(rows, 0, ids, out=staged)
         buffer.copy_(on_device, non_blocking=True)
         lane.copied.record(self._stream)
         return _Arriving(chunk, buffer, direct is None, lane.copied)
@@ -146,33 +142,18 @@ class CudaStager(Stager):
             on_device = chunk_view(self._geometry, chunk, lane.device)
             on_device.copy_(buffer, non_blocking=True)
             lane.copied.record(self._stream)
-            self._pages.scatter(chunk, block_ids[chunk.ids], on_device)
-
-
-class _DevicePages:
-    """Pages of a cache on a CUDA device. Every call queues work on the current stream."""
-
-    def __init__(self, cache: CanonicalKVCache) -> None:
-        self._cache = cache
-
-    def gather(self, chunk: Chunk, ids: Tensor, buffer: Tensor) -> None:
-        """Copy pages *ids*, int64 on the device, into *buffer*."""
-        for rows, staged in self._pairs(chunk, buffer):
-            torch.index_select(rows, 0, ids, out=staged)
-
-    def scatter(self, chunk: Chunk, ids: Tensor, buffer: Tensor) -> None:
-        """Copy pages *ids*, int64 on the device, out of *buffer*."""
-        for rows, staged in self._pairs(chunk, buffer):
-            rows.index_copy_(0, ids, staged)
+            for rows, staged in self._pairs(chunk, on_device):
+                rows.index_copy_(0, block_ids[chunk.ids], staged)
 
     def _pairs(self, chunk: Chunk, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per ref, the cache's rows and the staged ones, as machine words where aligned."""
-        refs = self._cache.group_refs[chunk.group]
-        pages = buffer.view(-1, self._cache.page_bytes[chunk.group])[chunk.pages]
-        offsets = self._cache.page_offsets(chunk.group)
+        cache = self._geometry.cache
+        refs = cache.group_refs[chunk.group]
+        pages = buffer.view(-1, cache.page_bytes[chunk.group])[chunk.pages]
+        offsets = cache.page_offsets(chunk.group)
         pairs = [
             (
-                self._cache.tensors[ref.tensor_idx][:, : ref.page_bytes],
+                cache.tensors[ref.tensor_idx][:, : ref.page_bytes],
                 pages[:, first : first + ref.page_bytes],
             )
             for ref, first in zip(refs, offsets, strict=True)

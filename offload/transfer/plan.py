@@ -8,24 +8,22 @@ block, in chunks of two offloaded blocks:
     offloaded block   |     0      |     1      |     2      |
     GPU block         | .  .  .  3 | 4  5  6  7 | 8  9  .  . |
     chunk             |------- first ------- ---|-- second --|
-    first_page                   3                0
-    id_count          five: 3 to 7                two: 8, 9
+    lower                     0 to 1              2
+    pages                     3 to 7            0 to 1
+    ids                       0 to 4            5 to 6
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offload.base import Direction, GPULoadStoreSpec
 from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import CanonicalKVCache
-
-Ids: TypeAlias = NDArray[np.int64]
+from offload.transfer.rows import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +31,14 @@ class Chunk:
     """A run of offloaded blocks of one group, staged at once."""
 
     group: int
-    first_lower: int
-    """Index of its first offloaded block in the lower tier's spec."""
-    lower_count: int
-    first_page: int
-    """How many GPU blocks of its first offloaded block are skipped."""
-    first_id: int
-    """Index of its first GPU block in the plan's block ids."""
-    id_count: int
+    lower: slice
+    """Its part of the lower tier's spec."""
+    pages: slice
+    """Which GPU blocks of its offloaded blocks it copies."""
+    ids: slice
+    """Its part of the plan's block ids."""
     gpu_bytes: int
     """Bytes copied to or from GPU blocks."""
-
-    @property
-    def lower(self) -> slice:
-        """Its part of the lower tier's spec."""
-        return slice(self.first_lower, self.first_lower + self.lower_count)
-
-    @property
-    def ids(self) -> slice:
-        """Its part of the plan's block ids."""
-        return slice(self.first_id, self.first_id + self.id_count)
-
-    @property
-    def pages(self) -> slice:
-        """The GPU blocks of the staged ones that it copies."""
-        return slice(self.first_page, self.first_page + self.id_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,40 +163,27 @@ class TransferGeometry:
     def _chunks(
         self, gpu: GPULoadStoreSpec, lower_counts: list[int], staging_bytes: int
     ) -> Iterator[Chunk]:
+        """Each group's part of a job, cut into chunks of at most *staging_bytes*."""
         first_lower = first_id = 0
         for group, (size, index, count) in enumerate(
             zip(gpu.group_sizes, gpu.block_indices, lower_counts, strict=True)
         ):
-            whole = Chunk(
-                group=group,
-                first_lower=first_lower,
-                lower_count=count,
-                first_page=index % self.blocks_per_offloaded_block[group],
-                first_id=first_id,
-                id_count=size,
-                gpu_bytes=size * self.cache.page_bytes[group],
-            )
-            yield from self._cut(whole, staging_bytes)
+            k = self.blocks_per_offloaded_block[group]
+            skipped = index % k
+            per_chunk = max(1, staging_bytes // self.offloaded_bytes[group])
+            for first in range(0, count, per_chunk):
+                stop = min(first + per_chunk, count)
+                # Its GPU blocks, counted from the group's first offloaded block.
+                begin, end = max(first * k, skipped), min(stop * k, skipped + size)
+                yield Chunk(
+                    group=group,
+                    lower=slice(first_lower + first, first_lower + stop),
+                    pages=slice(begin - first * k, end - first * k),
+                    ids=slice(first_id + begin - skipped, first_id + end - skipped),
+                    gpu_bytes=(end - begin) * self.cache.page_bytes[group],
+                )
             first_lower += count
             first_id += size
-
-    def _cut(self, whole: Chunk, staging_bytes: int) -> Iterator[Chunk]:
-        """A group's part of a job, cut into chunks of at most *staging_bytes*."""
-        k = self.blocks_per_offloaded_block[whole.group]
-        per_chunk = max(1, staging_bytes // self.offloaded_bytes[whole.group])
-        for first in range(0, whole.lower_count, per_chunk):
-            count = min(per_chunk, whole.lower_count - first)
-            begin = max(first * k, whole.first_page)
-            end = min((first + count) * k, whole.first_page + whole.id_count)
-            yield Chunk(
-                group=whole.group,
-                first_lower=whole.first_lower + first,
-                lower_count=count,
-                first_page=begin - first * k,
-                first_id=whole.first_id + begin - whole.first_page,
-                id_count=end - begin,
-                gpu_bytes=(end - begin) * self.cache.page_bytes[whole.group],
-            )
 
 
 def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:

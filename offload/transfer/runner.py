@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -17,7 +17,8 @@ from offload.transfer.staging import HostStager, LowerSide, Pace, Stager, at_onc
 
 _HOST_STAGING_BYTES = 1 << 20
 _CUDA_STAGING_BYTES = 64 << 20
-_REMOTE_STAGING_BYTES = 16 << 20
+REMOTE_STAGING_BYTES = 16 << 20
+"""The default of tiers in files or at a peer, where a chunk is read or written together."""
 _MAX_COPY_THREADS = 8
 
 
@@ -35,42 +36,37 @@ class TransferOptions:
     pace: Pace = at_once
     """Called before each chunk; see `Pace`."""
 
-    def threads(self, on_gpu: bool) -> int:
-        """How many threads move rows of host memory."""
-        return self.copy_threads or (
-            max(1, min(_MAX_COPY_THREADS, (os.cpu_count() or 1) // 2)) if on_gpu else 1
-        )
-
-    def chunk_bytes(self, on_gpu: bool) -> int:
-        """How large a chunk may be."""
-        return self.staging_bytes or (_CUDA_STAGING_BYTES if on_gpu else _HOST_STAGING_BYTES)
-
-
-def remote_options(options: TransferOptions | None) -> TransferOptions:
-    """Options for blocks in files or at a peer, where a chunk is read or written together: it is
-    16 MiB if *options* do not say."""
-    options = options or TransferOptions()
-    return replace(options, staging_bytes=options.staging_bytes or _REMOTE_STAGING_BYTES)
-
 
 class TransferWorker(OffloadingWorker):
     """The common part of all tiers' workers: plans a job at its submission and copies it in the
     queue's thread. Each has a `submit` of its own."""
 
-    def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        geometry: TransferGeometry,
+        options: TransferOptions | None,
+        staging_bytes: int | None = None,
+    ) -> None:
         """
         Args:
             name: The queue's thread's.
+            staging_bytes: The tier's own default of that option.
         """
-        on_gpu = geometry.cache.device.type == "cuda"
+        options = options or TransferOptions()
+        staging_bytes = options.staging_bytes or staging_bytes
         self._geometry = geometry
-        self._copier = RowCopier(options.threads(on_gpu))
-        chunk_bytes = options.chunk_bytes(on_gpu)
-        self._stager: Stager = (
-            CudaStager(geometry, chunk_bytes, options.pace)
-            if on_gpu
-            else HostStager(geometry, chunk_bytes, self._copier, options.pace)
-        )
+        if geometry.cache.device.type == "cuda":
+            threads = max(1, min(_MAX_COPY_THREADS, (os.cpu_count() or 1) // 2))
+            self._copier = RowCopier(options.copy_threads or threads)
+            self._stager: Stager = CudaStager(
+                geometry, staging_bytes or _CUDA_STAGING_BYTES, options.pace
+            )
+        else:
+            self._copier = RowCopier(options.copy_threads or 1)
+            self._stager = HostStager(
+                geometry, staging_bytes or _HOST_STAGING_BYTES, self._copier, options.pace
+            )
         self._queue = TransferQueue(name)
 
     def _plan(self, job: TransferJob, lower_count: int) -> TransferPlan:

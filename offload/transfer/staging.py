@@ -1,6 +1,6 @@
 """Copies chunks between GPU blocks and a lower tier through a contiguous buffer in host memory.
 
-A chunk's buffer is `[lower_count, offloaded_bytes]` int8, which is also how every lower tier lays
+A chunk's buffer is `[num_lower, offloaded_bytes]` int8, which is also how every lower tier lays
 out its blocks. Where the tier's own memory has that shape for a chunk, it serves as the buffer and
 one copy is saved:
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offload.base import Direction
-from offload.transfer.canonical import CanonicalKVCache
-from offload.transfer.plan import Chunk, Ids, TransferGeometry, TransferPlan
+from offload.transfer.plan import Chunk, TransferGeometry, TransferPlan
 from offload.transfer.rows import Bytes, RowCopier, Rows, rows_of
 
 Pace = Callable[[int], None]
@@ -34,29 +33,28 @@ def at_once(_: int) -> None:
 class LowerSide(Protocol):
     """A lower tier's blocks of one job, by chunk."""
 
-    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
+    def direct_buffer(self, chunk: Chunk) -> Tensor | None:  # noqa: ARG002
         """The tier's own memory of a chunk, if it is one contiguous buffer; then use no other.
+        None, as here, for a tier that is read and written.
 
         Returns:
-            `[lower_count, offloaded_bytes]` int8 on the CPU, to be read or written in place.
+            `[num_lower, offloaded_bytes]` int8 on the CPU, to be read or written in place.
         """
-        ...
+        return None
 
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
         """Copy a chunk's offloaded blocks into the tier.
 
         Args:
-            buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be read.
+            buffer: `[num_lower, offloaded_bytes]` int8 on the CPU, to be read.
         """
-        ...
 
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
         """Copy a chunk's offloaded blocks out of the tier.
 
         Args:
-            buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be written.
+            buffer: `[num_lower, offloaded_bytes]` int8 on the CPU, to be written.
         """
-        ...
 
 
 class Stager(Protocol):
@@ -70,7 +68,6 @@ class Stager(Protocol):
 
         Called in the thread that submits the job.
         """
-        ...
 
     def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
         """Copy, and return the bytes copied to or from GPU blocks.
@@ -80,7 +77,6 @@ class Stager(Protocol):
         Args:
             after: From `record_event` when the job was submitted.
         """
-        ...
 
 
 def staging_size(geometry: TransferGeometry, wanted_bytes: int) -> int:
@@ -104,8 +100,9 @@ class HostStager(Stager):
             pace: Called before each chunk.
         """
         self.staging_bytes = staging_size(geometry, staging_bytes)
-        self._pages = _HostPages(geometry.cache, copier)
         self._geometry = geometry
+        self._copier = copier
+        self._matrices: list[Bytes] = [tensor.numpy() for tensor in geometry.cache.tensors]
         self._pace = pace
         self._staging = torch.empty(self.staging_bytes, dtype=torch.int8)
 
@@ -120,37 +117,20 @@ class HostStager(Stager):
             direct, ids = side.direct_buffer(chunk), plan.block_ids[chunk.ids]
             buffer = chunk_view(self._geometry, chunk, self._staging) if direct is None else direct
             if plan.direction is Direction.STORE:
-                self._pages.gather(chunk, ids, buffer)
+                for pages, staged in self._pairs(chunk, buffer):
+                    self._copier.gather(pages, ids, staged)
                 if direct is None:
                     side.write(chunk, buffer)
             else:
                 if direct is None:
                     side.read(chunk, buffer)
-                self._pages.scatter(chunk, ids, buffer)
+                for pages, staged in self._pairs(chunk, buffer):
+                    self._copier.scatter(staged, ids, pages)
         return plan.gpu_bytes
-
-
-class _HostPages:
-    """Pages of a cache in host memory."""
-
-    def __init__(self, cache: CanonicalKVCache, copier: RowCopier) -> None:
-        self._cache = cache
-        self._copier = copier
-        self._matrices: list[Bytes] = [tensor.numpy() for tensor in cache.tensors]
-
-    def gather(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
-        """Copy pages *ids* into *buffer*, `[lower_count, offloaded_bytes]` int8."""
-        for rows, staged in self._pairs(chunk, buffer):
-            self._copier.gather(rows, ids, staged)
-
-    def scatter(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
-        """Copy pages *ids* out of *buffer*, `[lower_count, offloaded_bytes]` int8."""
-        for rows, staged in self._pairs(chunk, buffer):
-            self._copier.scatter(staged, ids, rows)
 
     def _pairs(self, chunk: Chunk, buffer: Tensor) -> Iterator[tuple[Rows, Rows]]:
         """Per ref, the cache's rows and the staged ones."""
-        cache, group = self._cache, chunk.group
+        cache, group = self._geometry.cache, chunk.group
         pages: Bytes = buffer.numpy().reshape(-1, cache.page_bytes[group])[chunk.pages]
         for ref, first in zip(cache.group_refs[group], cache.page_offsets(group), strict=True):
             rows = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
@@ -164,7 +144,8 @@ def chunk_view(geometry: TransferGeometry, chunk: Chunk, staging: Tensor) -> Ten
         staging: `[staging_bytes]` int8.
 
     Returns:
-        `[lower_count, offloaded_bytes]` int8, a view of *staging*.
+        `[num_lower, offloaded_bytes]` int8, a view of *staging*.
     """
     block_bytes = geometry.offloaded_bytes[chunk.group]
-    return staging[: chunk.lower_count * block_bytes].view(chunk.lower_count, block_bytes)
+    count = chunk.lower.stop - chunk.lower.start
+    return staging[: count * block_bytes].view(count, block_bytes)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -99,7 +100,8 @@ def _summary(captured: Captured, arguments: argparse.Namespace) -> str:
 async def _record_router(arguments: argparse.Namespace, captured: Captured) -> None:
     async with RunningRouter(arguments.url, OPERATOR_KEY_VARIABLE, _TIMEOUTS) as router:
         replica = arguments.replica or await _only_replica(router)
-        lines = router.lines(f"/replicas/{replica}/recording?dp_rank={arguments.rank}")
+        path = f"/replicas/{quote(replica, safe='', errors='surrogateescape')}/recording"
+        lines = router.lines(f"{path}?dp_rank={arguments.rank}")
         captured.show(f"recording {replica}")
         with RecordingWriter(arguments.output) as file:
             await _first_of(arguments.seconds, _write_lines(lines, file, captured))

@@ -80,7 +80,7 @@ def _arguments(typed: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser with the typed command's arguments; of the others, name and help."""
+    """Return the parser with the typed command's arguments; of the others, name and help."""
     parser = argparse.ArgumentParser(
         prog="kvroute", description="Exact prefix-cache routing for LLM inference engines."
     )

@@ -18,7 +18,6 @@ What a router recorded has three more:
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import gzip
 import re
@@ -29,7 +28,7 @@ from typing import IO, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.errors import LayoutError, MalformedBatch
+from kvevents.errors import UNREADABLE, LayoutError, MalformedBatch
 from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
@@ -64,7 +63,8 @@ class Header(msgspec.Struct):
     prefix_replay_tokens: int = 0
 
     def hints(self, learn_layout: bool) -> LayoutHints:
-        """The layout of the header; or, if it is to be learned, only what no event shows of it.
+        """Return the layout of the header; or, if it is to be learned, only what no event shows of
+        it.
 
         Raises:
             RecordingError: The groups contradict themselves.
@@ -141,17 +141,18 @@ Record: TypeAlias = bytes | Query | Report | IndexState
 
 
 class _Line(msgspec.Struct):
-    frame: str | None = None
+    """Any line; msgspec reads and writes bytes as base64."""
+
+    frame: bytes | None = None
     query: list[_Token] | None = None
     hit: int | None = None
     salt: str | None = None
     lora: str | None = None
     extra_keys: list[Any] | None = None
     number: int | None = None
-    state: list[str] | None = None
+    state: list[bytes] | None = None
 
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _DAMAGED = (OSError, EOFError, zlib.error)
 
 _header_decoder = msgspec.json.Decoder(Header)
@@ -170,7 +171,7 @@ class RecordingReader:
         self.line = 1
         try:
             self.header: Header = _header_decoder.decode(self._file.readline(MAX_LINE_BYTES))
-        except (*_UNREADABLE, *_DAMAGED) as error:
+        except (*UNREADABLE, *_DAMAGED) as error:
             self._file.close()
             raise RecordingError(
                 f"{path.name}, line 1: not the header of a recording ({error})"
@@ -198,14 +199,12 @@ class RecordingReader:
     def _record(self, raw: bytes) -> Record:
         try:
             line = _line_decoder.decode(raw)
-            if line.frame is not None:
-                return base64.b64decode(line.frame, validate=True)
-            if line.state is not None:
-                return IndexState(
-                    [base64.b64decode(record, validate=True) for record in line.state]
-                )
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise RecordingError(f"line {self.line}: {error}") from None
+        if line.frame is not None:
+            return line.frame
+        if line.state is not None:
+            return IndexState(line.state)
         if line.query is not None and (line.hit is None) == (line.number is not None):
             given = line.salt, line.lora, line.extra_keys, line.number
             return Query(line.query, line.hit, *given)
@@ -249,7 +248,7 @@ class RecordingWriter:
 
     def frame(self, payload: bytes) -> None:
         """Append the third frame of one message."""
-        self.line(_encoded({"frame": base64.b64encode(payload).decode()}))
+        self.line(_encoded({"frame": payload}))
 
     def query(self, query: Query) -> None:
         """Append a prompt and what the engine reused of it."""
@@ -310,7 +309,7 @@ class ReplaySummary:
 
     @property
     def is_exact(self) -> bool:
-        """Every prediction was right, and every frame readable."""
+        """Return whether every prediction was right and every frame readable."""
         return self.exact == self.queries and not self.malformed
 
     def add(self, prediction: Prediction) -> None:

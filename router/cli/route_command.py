@@ -65,10 +65,11 @@ def _body(arguments: argparse.Namespace) -> bytes:
             return bytes(arguments.body.read_bytes())
         except OSError as error:
             raise QueryFailed(f"--body: {arguments.body}: {error.strerror}") from None
-    request: dict[str, Any] = {
-        name: value for name, value in _fields(arguments).items() if value is not None
-    }
-    return msgspec.json.encode(request)
+    try:
+        fields = _fields(arguments).items()
+        return msgspec.json.encode({name: value for name, value in fields if value is not None})
+    except UnicodeError:  # of a command line, or of standard input
+        raise QueryFailed("the prompt, the model and the salt must be text in UTF-8") from None
 
 
 def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _show(route: RouteView) -> None:
 
 
 def _listed(values: list[_Listed] | msgspec.UnsetType) -> list[_Listed]:
-    """Print an explained route."""
+    """Return what an explained route lists; nothing where the router left it out."""
     return [] if isinstance(values, msgspec.UnsetType) else values
 
 

@@ -70,14 +70,14 @@ class RunningRouter:
             QueryFailed: There was no response, its status was not 200, or it is not a *kind*.
         """
         try:
-            status, _, response = await self._client.fetch(
+            status, response = await self._client.fetch(
                 self._origin,
-                method.encode(),
                 target.encode(),
-                body,
                 self._timeouts,
                 _MAX_RESPONSE_BYTES,
                 self._headers(body),
+                method.encode(),
+                body,
             )
         except UpstreamError as error:
             raise QueryFailed(str(error)) from None
@@ -91,7 +91,7 @@ class RunningRouter:
             ) from None
 
     async def lines(self, target: str) -> AsyncIterator[bytes]:
-        """The lines of a response that goes on, each with its line break.
+        """Yield the lines of a response that goes on, each with its line break.
 
         Raises:
             QueryFailed: There was no response, its status was not 200, it broke off, or a line is
@@ -154,7 +154,7 @@ class Name:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Text that cannot command the terminal, nor rich: names come from outside.
+    """Return text that cannot command the terminal, nor rich: names come from outside.
 
     Args:
         value: What to show; every character that is not printable becomes `?`.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.config.certificates import listener_certificate, replica_certificate
+from router.config.certificates import PICKER, listener_certificate
 from router.config.document import read_text
 from router.config.schema import RouterConfig
-from router.policies.policies import PolicySettings, make_policy
-from router.routing.models import ModelSet
-from router.serve.server import ConfigSource
+from router.serve.server import ConfigSource, RouterApp
 from router.serve.server import run as run_server
+from router.serve.service import RouterService
 
 
 def add_to(commands: Any) -> None:
@@ -122,17 +120,15 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _load(config: RouterConfig) -> None:
-    """Load what a start would load, and let it go again.
+    """Make what a start would make of it, which reads every file, and let it go again.
 
     Raises:
-        ConfigError: A tokenizer, chat template or certificate cannot be used.
+        ConfigError: A file cannot be used, or what an extra installs is missing.
         PolicyError: The policy cannot be made.
     """
     listener_certificate(config.server.tls)
-    replica_certificate(config.server.replica_tls)
-    ModelSet(config.models, _no_replica).close()
-    make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options))
-
-
-async def _no_replica(models: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
-    raise ConnectionError(f"{models[0]}: no replica is asked for {path} ({len(body)} bytes)")
+    if config.doors.ext_proc.listen is not None:
+        listener_certificate(config.doors.ext_proc.tls, PICKER)
+    service = RouterService(config)
+    RouterApp(service)
+    service.models.close()

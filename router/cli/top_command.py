@@ -154,7 +154,7 @@ class TopView:
         return self._changed.is_set()
 
     def of(self, glance: Glance) -> Glance:
-        """The part of *glance* that is to be shown."""
+        """Return the part of *glance* that is to be shown."""
         words = self._filter.lower()
         replicas = [
             each for each in glance.overview.replicas if words in f"{each.id} {each.url}".lower()
@@ -170,7 +170,7 @@ class TopView:
         return Glance(overview, requests, glance.silence)
 
     def status(self) -> Text:
-        """The last line: the filter, or which keys there are."""
+        """Return the last line: the filter, or which keys there are."""
         if self._is_typing or self._filter:
             line = plain(f"/{self._filter}{'_' if self._is_typing else '   Esc: all'}", "bold")
         else:
@@ -241,7 +241,7 @@ class Glance:
 
 
 def render(glance: Glance, width: int, height: int | None) -> RenderableType:
-    """Everything, or as much as fits; replicas with problems come first and stay.
+    """Draw everything, or as much as fits; replicas with problems come first and stay.
 
     Args:
         width: Columns of the terminal.
@@ -271,7 +271,7 @@ def _crop(lines: Sequence[Text]) -> None:
 
 
 def _room(replicas: Sequence[ReplicaSummary], height: int) -> tuple[int, int]:
-    """How many replicas and how many requests fit into *height* lines; at least one replica."""
+    """Return how many replicas and requests fit into *height* lines; at least one replica."""
     room, shown = height - _HEADS, 0
     for replica in replicas:
         if shown and room - _lines(replica) < _REQUESTS_AT_LEAST:
@@ -285,7 +285,7 @@ def _room(replicas: Sequence[ReplicaSummary], height: int) -> tuple[int, int]:
 
 
 def _headline(glance: Glance) -> Text:
-    """The one line on whether anything is wrong."""
+    """Return the one line on whether anything is wrong."""
     if glance.silence is not None:
         seen = _time_of_day(glance.overview.now)
         text = f"showing the state of {seen}; {glance.silence}"
@@ -303,7 +303,7 @@ def _store(store: StoreSummary) -> Text:
 
 
 def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:
-    """The problems, one on each line, the worst first."""
+    """Return the problems, one on each line, the worst first."""
     wrong = [(replica.id, problem) for replica in replicas for problem in replica.problems]
     wrong.sort(key=lambda each: each[1].level.severity)
     shown = len(wrong) if len(wrong) <= most else most - 1
@@ -316,7 +316,7 @@ def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:
 
 
 def _totals(overview: Overview) -> list[Text]:
-    """The totals of the last minute."""
+    """Return the totals of the last minute."""
     minute = overview.minute
     rate = minute.requests / max(minute.seconds, 1.0)
     traffic = f"{rate:,.1f} requests/s, {overview.under_way:,} under way, {minute.failed:,} failed"
@@ -325,7 +325,7 @@ def _totals(overview: Overview) -> list[Text]:
 
 
 def _hits(minute: LastMinute) -> str:
-    """The hits that engines reported; the predicted ones where none did."""
+    """Return the hits that engines reported; the predicted ones where none did."""
     if minute.cached_share is not None:
         reported = f"{minute.cached_share} of tokens cached, predicted {minute.predicted_share}"
         split = f"({minute.over:,} over, {minute.under:,} under)"
@@ -373,7 +373,7 @@ def _add_replica(table: Table, replica: ReplicaSummary, tiers: Sequence[str]) ->
 
 
 def _engine_load(replica: ReplicaSummary) -> tuple[str, str, str]:
-    """The engine's own load: running, waiting, use of its KV cache."""
+    """Return the engine's own load: running, waiting, use of its KV cache."""
     load = replica.engine_load
     if load is None:
         return "-", "-", "-"
@@ -382,7 +382,7 @@ def _engine_load(replica: ReplicaSummary) -> tuple[str, str, str]:
 
 
 def _events(replica: ReplicaSummary) -> str:
-    """The states of its streams; those of several ranks counted."""
+    """Return the states of its streams; those of several ranks counted."""
     states = [source.state or "-" for source in replica.sources]
     estimated = ["approximate"] if replica.approximate else []
     if len(states) < 2:
@@ -436,7 +436,7 @@ def _about(request: RequestView) -> str:
 
 
 def _verdict(request: RequestView) -> str:
-    """How the prediction compares with what the engine reported."""
+    """Return how the prediction compares with what the engine reported."""
     if request.actual is None:
         return "not reported" if request.end else ""
     difference = abs(request.predicted.cached_tokens - request.actual)
@@ -451,7 +451,7 @@ def _table(width: int | None = None) -> Table:
 
 
 def _cell(value: object, style: str = "") -> Text:
-    """One line, cut where its column is too narrow."""
+    """Return one line, cut where its column is too narrow."""
     text = plain(value, style)
     _crop([text])
     return text

@@ -10,20 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.config.files import Stamp, stamp_of
-from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.document import Stamp, stamp_of
+from router.config.server import ListenerTlsConfig, ReplicaTlsConfig
 from router.errors import ConfigError, ConfigProblem
 
 logger = logging.getLogger(__name__)
 
 LISTENER, REPLICAS, PEERS = "server.tls", "server.replica_tls", "state.peer_tls"
+PICKER = "doors.ext_proc.tls"
 """Their places in the configuration."""
 _WATCH_S = 5.0
 
 
 @dataclass(eq=False)
 class Certificate:
-    """What one side shows and trusts: a context, and the files that it is made of.
+    """A context, made of the files that one side shows and trusts.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -36,7 +37,7 @@ class Certificate:
     authorities: str | None
     """Trusted authorities; None: the system's, or no certificate is asked for."""
     context: ssl.SSLContext = field(init=False, repr=False)
-    """Another one once the files have been read again."""
+    """It is another one once the files have been read again."""
 
     def __post_init__(self) -> None:
         self.load()
@@ -58,7 +59,7 @@ class Certificate:
         self.context = context
 
     def stamp(self) -> list[Stamp | None]:
-        """A value that changes when a file changes."""
+        """Return a value that changes when a file changes."""
         files = self.certificate, self.key, self.authorities
         return [stamp_of(Path(path)) for path in files if path]
 
@@ -78,15 +79,17 @@ class Certificate:
         return context
 
 
-def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
-    """Return the listener's certificate; None for plain HTTP.
+def listener_certificate(config: ListenerTlsConfig, place: str = LISTENER) -> Certificate | None:
+    """Return a listener's certificate; None for one without encryption.
 
+    Args:
+        place: Its path in the configuration.
     Raises:
         ConfigError: A file cannot be used.
     """
     if config.certificate is None:
         return None
-    return Certificate(LISTENER, True, config.certificate, config.key, config.client_ca)
+    return Certificate(place, True, config.certificate, config.key, config.client_ca)
 
 
 def replica_certificate(config: ReplicaTlsConfig, place: str = REPLICAS) -> Certificate | None:

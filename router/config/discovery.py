@@ -9,8 +9,7 @@ from pydantic import AfterValidator, Field
 
 from kvevents.lookups import is_numeric
 from router.config.replica import ReplicaOptions
-from router.config.rules import Location, broken_rule, repeated
-from router.config.section import Section
+from router.config.section import Location, Section, broken_rule, repeated
 from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
 
@@ -54,7 +53,7 @@ class FileDiscovery(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """For logs, metrics and messages."""
+        """Return its name in logs, metrics and messages."""
         return f"file {self.path}"
 
 
@@ -88,11 +87,11 @@ class DnsDiscovery(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """For logs, metrics and messages."""
+        """Return its name in logs, metrics and messages."""
         return f"dns {self.name} {self.record if self.port is None else self.port}"
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """A port that is missing or not used, and times the wrong way round."""
+        """Yield a port that is missing or not used, and times the wrong way round."""
         if self.record == "address" and self.port is None:
             yield ("port",), "is missing; addresses need one"
         if self.record == "srv" and self.port is not None:
@@ -153,13 +152,13 @@ class KubernetesDiscovery(Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """For logs, metrics and messages."""
+        """Return its name in logs, metrics and messages."""
         chosen = self.selector or self.service or self.pool
         port = "" if self.port is None else f" {self.port}"
         return f"kubernetes {self.namespace or 'own namespace'} {chosen}{port}"
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Not exactly one way to choose pods."""
+        """Yield that there is not exactly one way to choose pods."""
         given = [name for name in ("selector", "service", "pool") if getattr(self, name)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
@@ -184,6 +183,6 @@ class DiscoveryConfig(Section, frozen=True):
     (raise)."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """The same place twice."""
+        """Yield places that are named twice."""
         for kind in ("files", "dns", "kubernetes"):
             yield from repeated(kind, [each.title for each in getattr(self, kind)])

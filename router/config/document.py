@@ -1,4 +1,4 @@
-"""YAML text to plain data, and pydantic's errors to ours.
+"""Files and their changes; YAML text to plain data, and pydantic's errors to ours.
 
 A key that appears twice is an error, where YAML would let the last one win. Every problem is
 reported with its path, its value unless that is secret, and the rule it breaks.
@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from router.config.rules import RULE, Location
+from router.config.section import RULE, Location
 from router.errors import ConfigError, ConfigProblem
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -32,11 +32,24 @@ _EXPECTED = {
 }
 
 
-# --- text to data ---------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
+
+Stamp = tuple[int, int, int]
+"""Stands for a file's content without reading it: a change changes one of the numbers. Links are
+followed, so a mounted ConfigMap that changes is noticed as well."""
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return the time, size and identity of a file; None if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_text(path: Path) -> str:
-    """The content of a configuration file, or enough of it to show that it is too long.
+    """Return the content of a configuration file, or enough of it to show that it is too long.
 
     Raises:
         ConfigError: The file cannot be read, or is not UTF-8.
@@ -52,8 +65,11 @@ def read_text(path: Path) -> str:
         raise ConfigError([ConfigProblem(str(path), f"byte {error.start} is not UTF-8")]) from None
 
 
+# --- text to data ---------------------------------------------------------------------------------
+
+
 def parse_document(text: str) -> object:
-    """The document in *text*; None if it is empty.
+    """Return the document in *text*; None if it is empty.
 
     Raises:
         ConfigError: *text* is not YAML, or a mapping has a key twice. The message names the place,
@@ -100,7 +116,7 @@ def _position(mark: yaml.Mark | None) -> str:
 
 
 def problems_in(error: ValidationError, kind: type, root: str = "") -> list[ConfigProblem]:
-    """Every problem in the document, in the order of the model's fields.
+    """Return every problem in the document, in the order of the model's fields.
 
     Unknown keys come before the other problems of their mapping: they are the likely cause.
 
@@ -135,7 +151,7 @@ def _place(root: str, loc: Location) -> str:
 
 
 def _text(each: ErrorDetails, kind: type) -> str:
-    """The value and the rule, the latter in pydantic's words unless ours are better."""
+    """Return the value and the rule, the latter in pydantic's words unless ours are better."""
     if each["type"] == RULE:
         return each["msg"]
     if each["type"] == "missing":
@@ -152,7 +168,7 @@ def _hint(key: str, known: list[str]) -> str:
 
 
 def _known_keys(kind: Any, loc: Location) -> list[str]:
-    """The keys of the mapping at *loc*, in a document of the model *kind*."""
+    """Return the keys of the mapping at *loc*, in a document of the model *kind*."""
     for step in loc:
         if isinstance(step, str):
             kind = _model_in(kind.__pydantic_fields__[step].annotation)
@@ -160,14 +176,14 @@ def _known_keys(kind: Any, loc: Location) -> list[str]:
 
 
 def _model_in(annotation: Any) -> Any:
-    """The model that a field of this type holds: `X` in `tuple[X, ...] | None`."""
+    """Return the model that a field of this type holds: `X` in `tuple[X, ...] | None`."""
     if hasattr(annotation, "__pydantic_fields__"):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
 def _shown(data: object) -> str:
-    """A value in a message: a bounded scalar; collections by type and size."""
+    """Return a value in a message: a bounded scalar; collections by type and size."""
     if isinstance(data, dict):
         return f"a mapping of {len(data)}"
     if isinstance(data, list):

@@ -12,12 +12,12 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
-from router.config.rules import Location, repeated
-from router.config.section import Section
+from router.config.section import Location, Section, repeated
 from router.config.values import (
     PLAIN,
     DrafterGroups,
     FilePath,
+    HeaderName,
     Items,
     Name,
     PlacedPath,
@@ -51,7 +51,7 @@ class GroupConfig(Section, frozen=True):
     """Change it when the kind is chunked local attention: then it is required."""
 
     def to_group(self, index: int) -> KVCacheGroup:
-        """The group as the hit rule knows it; raises `LayoutError`."""
+        """Return the group as the hit rule knows it; raises `LayoutError`."""
         return group_from_spec(
             index,
             GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size),
@@ -59,7 +59,7 @@ class GroupConfig(Section, frozen=True):
 
 
 class LowerTierConfig(Section, frozen=True):
-    """How much one lower tier keeps together, where its events show it too late."""
+    """Tells how much one lower tier keeps together, where its events show it too late."""
 
     medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
     """The tier's name in events, in any case."""
@@ -74,11 +74,11 @@ class LowerTierConfig(Section, frozen=True):
     two is required."""
 
     def to_hint(self) -> tuple[str, TierHint]:
-        """The same for the index."""
+        """Return the same for the index."""
         return self.medium.upper(), TierHint(self.blocks_per_chunk, self.block_size)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Both sizes or none."""
+        """Yield that both sizes are given, or neither."""
         if (self.blocks_per_chunk is None) == (self.block_size is None):
             yield (), "must have either blocks_per_chunk or block_size"
 
@@ -98,9 +98,7 @@ class LayoutConfig(Section, frozen=True):
     """Change it when hits are multiples of something other than the least common multiple of the
     block sizes seen."""
     eagle: DrafterGroups = False
-    """The groups, by index, that hold layers of an EAGLE or MTP drafter; true: all.
-
-    Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
+    """Change it when the engines draft with EAGLE or MTP: each hit is a block shorter, and no event
     shows it. `true` for all groups; a list, as `[0]`, of those that hold the drafter's layers"""
     eagle_sees_last_token: bool = True
     """Change it when `eagle` is set and the engines are vLLM before 0.32."""
@@ -126,13 +124,13 @@ class LayoutConfig(Section, frozen=True):
     keeps together."""
 
     def to_hints(self) -> LayoutHints:
-        """The same for the index."""
+        """Return the same for the index."""
         groups = tuple(group.to_group(index) for index, group in enumerate(self.groups))
         tiers = tuple(tier.to_hint() for tier in self.tiers)
         return LayoutHints(**{**dict(self), "groups": groups, "tiers": tiers})
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Invalid groups and inconsistent sizes."""
+        """Yield invalid groups and inconsistent sizes."""
         groups = []
         for index, group in enumerate(self.groups):
             made = _made(group, index)
@@ -182,11 +180,11 @@ class StoreConfig(Section, frozen=True):
         return any(fnmatchcase(replica_id, pattern) for pattern in self.replicas)
 
     def to_hint(self) -> StoreHint:
-        """The same for the index."""
+        """Return the same for the index."""
         return StoreHint(self.name, tuple(tier.upper() for tier in self.tiers), self.ownership)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """A tier that cannot be shared."""
+        """Yield a tier that cannot be shared."""
         for index, tier in enumerate(self.tiers):
             if tier.upper() == GPU:
                 yield ("tiers", index), f"{tier!r}; a GPU's blocks are its replica's own"
@@ -233,15 +231,56 @@ class ModelConfig(Section, frozen=True):
     Change it when several replicas share a file system or a bucket."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Stores of one name."""
+        """Yield stores of one name."""
         yield from repeated("stores", [store.name for store in self.stores], "name")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything a request may call it, adapters included."""
+        """Return all names that a request may call it by, adapters included."""
         return (self.name, *self.aliases, *self.lora_adapters)
 
     @property
     def tokenized_at_replica(self) -> bool:
         """Return whether a replica is asked for token ids."""
         return self.tokenizer == TOKENIZER_AT_REPLICA
+
+
+# --- names that stand for several versions of a model ---------------------------------------------
+
+
+class VersionConfig(Section, frozen=True):
+    """One of the versions."""
+
+    model: Name
+    """A model, alias or adapter that replicas serve."""
+    weight: Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False), PLAIN] = 1.0
+    """Change it when versions should get different shares of the requests; with `0` a version gets
+    only those that choose it."""
+    label: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
+    """The value of the header that chooses it; null: the model's name.
+
+    Change it when clients choose it by another word than the model's name."""
+
+    @property
+    def chosen_by(self) -> str:
+        """Return the header's value."""
+        return self.label or self.model
+
+
+class VersionedModelConfig(Section, frozen=True):
+    """A name that clients use, and the models that it stands for."""
+
+    name: Name
+    """The model name in requests. No model, alias or adapter may have it."""
+    header: HeaderName = "x-model-version"
+    """Change it when clients choose by another one; its value is a version's `label`, and any other
+    value is no choice."""
+    versions: Annotated[Items[VersionConfig], Field(min_length=1, max_length=64)]
+    """The models that it stands for."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Yield versions with one label, and weights that are all zero."""
+        yield from repeated("versions", [each.model for each in self.versions], "model")
+        yield from repeated("versions", [each.chosen_by for each in self.versions], "label")
+        if not any(version.weight for version in self.versions):
+            yield ("versions",), "all weights are 0; at least one must be above"

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 Header: TypeAlias = tuple[bytes, bytes]
 """Name and value, as on the wire."""
 Allows: TypeAlias = Callable[[str], bool]
-"""Returns whether an address may be connected to."""
+"""Returns whether an address may be connected to; None in its place allows every address."""
 KEPT_S = 4.0
 """How long an unused connection is kept. Less than common servers do (uvicorn, and with it vLLM:
 5 s), so that the router closes first and a request rarely meets a connection being closed."""
@@ -141,5 +141,5 @@ def _check_host(url: str, host: str, place: str) -> None:
 
 
 def in_url(host: str) -> str:
-    """An address as it stands in a URL."""
+    """Return an address as it stands in a URL."""
     return f"[{host}]" if ":" in host else host

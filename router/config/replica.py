@@ -8,11 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 
-from kvevents.listener import LISTENED_TO
 from router.config.document import parse_document, problems_in, read_text
 from router.config.origin import Origin
-from router.config.rules import Location, PriorityOrder, Role, repeated
-from router.config.section import Section
+from router.config.section import Location, PriorityOrder, Role, Section, repeated
 from router.config.values import (
     PLAIN,
     POLLED,
@@ -41,14 +39,10 @@ class EventSourceConfig(Section, frozen=True):
     replay_endpoint: ZmqAddress | None = None
     """Change it when the engine has one: without it, lost events cannot be recovered."""
     snapshot_endpoint: ZmqAddress | None = None
-    """The address of its snapshots, if these have one of their own.
-
-    Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on the
-    replay endpoint, as ours, needs nothing."""
+    """Change it when the engine has an address for snapshots alone, as proposed for vLLM; one on
+    the replay endpoint, as ours, needs nothing."""
     server_key: CurvePublicKey | None = None
-    """The publisher's public key.
-
-    Change it when its stream is encrypted, and its public key is another than
+    """Change it when its stream is encrypted, and its public key is another than
     `events.curve_server_key`."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
     """Change it when several publishers share an address. Compared exactly; empty accepts every
@@ -80,12 +74,12 @@ class ReplicaAddress(Section, frozen=True):
 
     @property
     def origin(self) -> Origin:
-        """The URL, taken apart."""
+        """Return the URL, taken apart."""
         return Origin.parse(self.url)
 
     @property
     def replica_id(self) -> str:
-        """The id, given or derived."""
+        """Return the id, given or derived."""
         return self.id or f"{self.origin.host}:{self.origin.port}".replace("%", "-")
 
 
@@ -103,9 +97,7 @@ class ReplicaOptions(Section, frozen=True):
     Change it when it has neither `GET /kv_event_sources` (vLLM 0.32) nor `kv_events` in `GET
     /server_info` (SGLang 0.5.17); `[]` means that it publishes nothing."""
     api_key: Secret | None = None
-    """Sent to it in place of the client's key.
-
-    Change it when the engine requires one; it replaces the client's."""
+    """Change it when the engine requires one; it replaces the client's."""
     role: Role = "both"
     """Its part of a request: `prefill` gets no requests of its own, and computes prompts for
     others; `decode` has its longer prompts computed elsewhere.
@@ -132,15 +124,8 @@ class ReplicaOptions(Section, frozen=True):
     engines](operations.md#the-order-in-engines)): `lower_first` for vLLM, `higher_first` for
     SGLang; `ask` asks its `GET /server_info`, where SGLang and kvroute's engine report it."""
 
-    @property
-    def listened_ranks(self) -> Iterator[tuple[int, int]]:
-        """(place, rank) of the sources that connect to the router."""
-        for index, source in enumerate(self.kv_events or ()):
-            if source.endpoint == LISTENED_TO:
-                yield index, source.dp_rank
-
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ranks that appear twice, and options that a polled source cannot have."""
+        """Yield ranks that appear twice, and options that a polled source cannot have."""
         for index, source in enumerate(self.kv_events or ()):
             for name in ("replay_endpoint", "snapshot_endpoint", "server_key", "topic"):
                 if source.endpoint.startswith(POLLED) and getattr(source, name):
@@ -172,7 +157,7 @@ def read_replica(data: object) -> ReplicaConfig:
 
 
 def key_bytes(key: SecretStr | None) -> bytes | None:
-    """A key as it appears in a header; None if none is configured.
+    """Return a key as it appears in a header; None if none is configured.
 
     Reveal a key once, where it is put to use: not with every request.
     """
@@ -185,7 +170,7 @@ class _ReplicaList(Section, frozen=True):
     replicas: Items[ReplicaConfig] = ()
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ids and URLs that appear twice."""
+        """Yield the ids and URLs that appear twice."""
         yield from repeated("replicas", [each.replica_id for each in self.replicas], "id")
         yield from repeated("replicas", [str(each.origin) for each in self.replicas], "url")
 

@@ -16,25 +16,17 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvevents.events import STORAGE
-from router.config.approximate import ApproximateConfig
-from router.config.board import BoardConfig
+from kvevents.listener import LISTENED_TO
 from router.config.discovery import DiscoveryConfig
 from router.config.document import parse_document, problems_in, read_text
-from router.config.doors import DoorsConfig
-from router.config.events import EventsConfig
-from router.config.health import HealthConfig
-from router.config.models import ModelConfig
-from router.config.observability import ObservabilityConfig
-from router.config.overload import OverloadConfig
-from router.config.policy import PolicyConfig
-from router.config.prefill import PrefillConfig
+from router.config.models import ModelConfig, VersionedModelConfig
 from router.config.replica import ReplicaConfig, ReplicaOptions
-from router.config.rules import Location
-from router.config.section import Section
-from router.config.server import ServerConfig
-from router.config.state import StateConfig
+from router.config.routing import OverloadConfig, PolicyConfig, PrefillConfig
+from router.config.section import Location, Section
+from router.config.server import DoorsConfig, ObservabilityConfig, ServerConfig
+from router.config.sharing import BoardConfig, StateConfig
 from router.config.values import Items
-from router.config.versions import VersionedModelConfig
+from router.config.watch import ApproximateConfig, EventsConfig, HealthConfig
 from router.errors import ConfigError, ConfigProblem
 from router.policies.types import Weights
 
@@ -129,42 +121,35 @@ class RouterConfig(Section, frozen=True):
         distinguishes clients, or orders them itself."""
         overload = self.overload
         ordered = overload.is_queueing or overload.priority_header is not None
-        return ordered or bool(self.server.client_api_keys) or self._orders_engines
-
-    @property
-    def _orders_engines(self) -> bool:
-        return any(each.priority_order is not None for _, each in self._options())
+        orders_engines = any(each.priority_order is not None for _, each in self._options())
+        return ordered or bool(self.server.client_api_keys) or orders_engines
 
     def _listening(self) -> Iterator[tuple[Location, str]]:
-        """Sources without a listener to connect to, and keys that are not checked there."""
-        events = self.events
-        if events.listen is not None and events.curve_server_key is not None:
-            rule = "events.curve_server_key is set, and who connects to the router shows no key"
-            yield ("events", "listen"), rule
-        if events.listen is None and events.listen_ranks > 1:
-            yield ("events", "listen_ranks"), "there must be events.listen for that"
-        ranks = 0 if events.listen is None else events.listen_ranks
+        """Yield sources without a listener to connect to, and with keys that it does not check."""
+        ranks = 0 if self.events.listen is None else self.events.listen_ranks
         for place, options in self._options():
-            for index, rank in options.listened_ranks:
+            for index, source in enumerate(options.kv_events or ()):
+                if source.endpoint != LISTENED_TO:
+                    continue
                 if not ranks:
                     rule = "listen; there must be events.listen for that"
                     yield (*place, "kv_events", index, "endpoint"), rule
-                elif rank >= ranks:
-                    rule = f"{rank}; must be below events.listen_ranks ({ranks})"
+                elif source.dp_rank >= ranks:
+                    rule = f"{source.dp_rank}; must be below events.listen_ranks ({ranks})"
                     yield (*place, "kv_events", index, "dp_rank"), rule
-                if (options.kv_events or ())[index].server_key is not None:
+                if source.server_key is not None:
                     rule = "who connects to the router shows no key; must be left out"
                     yield (*place, "kv_events", index, "server_key"), rule
 
     def _picking(self) -> Iterator[tuple[Location, str]]:
-        """Options of the endpoint picker that come to a wrong address."""
+        """Yield options of the endpoint picker that come to a wrong address."""
         picker = self.doors.ext_proc
         if picker.rank_ports and picker.fallbacks:
             rule = "true; a rank's port is that of one endpoint: fallbacks must be 0"
             yield ("doors", "ext_proc", "rank_ports"), rule
 
     def _options(self) -> Iterator[tuple[Location, ReplicaOptions]]:
-        """All options of replicas, with their places."""
+        """Yield all options of replicas, with their places."""
         for index, replica in enumerate(self.replicas):
             yield ("replicas", index), replica
         for index, dns in enumerate(self.discovery.dns):
@@ -176,15 +161,15 @@ class RouterConfig(Section, frozen=True):
         rule = "there must be events.curve_keys for that"
         if self.events.curve_server_key is not None:
             yield ("events", "curve_server_key"), rule
-        for index, replica in enumerate(self.replicas):
-            for number, source in enumerate(replica.kv_events or ()):
+        for place, options in self._options():
+            for index, source in enumerate(options.kv_events or ()):
                 if source.server_key is not None:
-                    yield ("replicas", index, "kv_events", number, "server_key"), rule
+                    yield (*place, "kv_events", index, "server_key"), rule
 
     @property
     def weights(self) -> Weights:
-        """The policy's weights, with a cost for every shared store: one that they do not name costs
-        what the slowest tier behind it does."""
+        """Return the policy's weights, with a cost for every shared store: one that they do not
+        name costs what the slowest tier behind it does."""
         weights = self.policy.weights
         costs = dict(weights.tier_token)
         for store in (store for model in self.models for store in model.stores):
@@ -193,7 +178,7 @@ class RouterConfig(Section, frozen=True):
         return replace(weights, tier_token=costs)
 
     def to_public_dict(self) -> dict[str, Any]:
-        """The configuration as plain data, with every secret masked."""
+        """Return the configuration as plain data, with every secret masked."""
         return self.model_dump(mode="json")
 
 
@@ -219,8 +204,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Problems between sections, among those that are valid by themselves: a typo in one replica
-    does not hide that two others share an id."""
+    """Yield problems between sections, among those that are valid by themselves: a typo in one
+    replica does not hide that two others share an id."""
     models = list(_valid(ModelConfig, data, "models", context))
     replicas = list(_valid(ReplicaConfig, data, "replicas", context))
     versioned = list(_valid(VersionedModelConfig, data, "versioned_models", context))
@@ -239,7 +224,7 @@ def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
 def _valid(
     kind: type[SectionT], data: object, key: str, context: dict[str, Any]
 ) -> Iterator[tuple[str, SectionT]]:
-    """The sections of the list *key* that can be read, each with its path."""
+    """Yield the sections of the list *key* that can be read, each with its path."""
     items = data.get(key) if isinstance(data, dict) else None
     for index, item in enumerate(items if isinstance(items, list) else ()):
         with suppress(ValidationError):

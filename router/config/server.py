@@ -1,30 +1,223 @@
-"""Addresses, keys and limits of the server."""
+"""The options of the router as a server: addresses, certificates, keys, limits, gateways, and what
+it reports about itself."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from router.config.keys import ClientKeyConfig, OperatorKeyConfig
-from router.config.rules import Location, repeated
-from router.config.section import Section
-from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.section import Location, Section, repeated
 from router.config.values import (
     PLAIN,
     Bytes,
     Count,
     HostName,
     Items,
+    KeyName,
     Name,
     Network,
+    PlacedPath,
     Port,
     ProxiedPathPattern,
     Seconds,
     Secret,
+    TokenCount,
+    Url,
 )
+
+# --- certificates ---------------------------------------------------------------------------------
+
+
+class ListenerTlsConfig(Section, frozen=True):
+    """The router's certificate, and the clients it accepts. PEM files, read again when they
+    change."""
+
+    certificate: PlacedPath | None = None
+    """The router's, with the chain up to its authority; null: plain HTTP.
+
+    Change it when clients come over a network: PEM, the router's certificate and then those up to
+    its authority."""
+    key: PlacedPath | None = None
+    """Always with a certificate: its private key, without a password."""
+    client_ca: PlacedPath | None = None
+    """Authorities of which a client must show a certificate; null: clients need none.
+
+    Change it when only clients with a certificate of these authorities may connect, besides any
+    key."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Yield parts that are missing."""
+        if (self.certificate is None) != (self.key is None):
+            yield (), "must have both certificate and key, or neither"
+        elif self.client_ca is not None and self.certificate is None:
+            yield ("client_ca",), "there must be a certificate and a key for that"
+
+
+class ReplicaTlsConfig(Section, frozen=True):
+    """Towards replicas, or other routers, whose URL begins with https. PEM files, read again when
+    they change."""
+
+    ca: PlacedPath | None = None
+    """Authorities that are trusted; null: the system's.
+
+    Change it when certificates there are from an authority of your own; it is then the only one
+    that is trusted."""
+    certificate: PlacedPath | None = None
+    """Change it when they ask for a certificate, as a router does with `server.tls.client_ca`."""
+    key: PlacedPath | None = None
+    """Always with a certificate: its private key, without a password."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Yield parts that are missing."""
+        if (self.certificate is None) != (self.key is None):
+            yield (), "must have both certificate and key, or neither"
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+class OperatorKeyConfig(Section, frozen=True):
+    """One of several keys, so that each holder's can be changed by itself."""
+
+    name: KeyName
+    """The name of the holder; it may appear in logs."""
+    key: Secret
+    """Sent by the holder as `Authorization: Bearer` or `x-api-key`."""
+
+
+class ClientKeyConfig(OperatorKeyConfig, frozen=True):
+    """The same for clients."""
+
+    cache_salt: Secret | None = None
+    """Added to every prompt sent with this key, so that its holders share cached blocks only with
+    those of the same salt.
+
+    Change it when others must not learn what the holder's prompts are: see
+    [security.md](security.md#what-caches-tell)."""
+    priority: KeyName | None = None
+    """The highest priority class of its requests; null: overload.default_priority.
+
+    Change it when its requests should go before others, or after them, [while requests
+    wait](operations.md#when-replicas-are-full)."""
+    share: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
+    """Change it when its holder should get more or less of the replicas' time than others of the
+    same priority, while requests wait."""
+    requests_per_minute: Count | None = None
+    """In any 60 s; null: any number.
+
+    Change it when its holder may send so many requests in any 60 s; more get 429 with
+    `Retry-After`."""
+    tokens_per_minute: TokenCount | None = None
+    """Change it when its holder may use so many tokens in any 60 s: of prompts (cached ones too)
+    and of responses, which are counted at their end. A prompt over the whole limit passes after an
+    idle minute."""
+    max_in_flight: Count | None = None
+    """Change it when it may have so many requests at a time, those that wait included; with several
+    routers a burst may pass it, see [several routers](operations.md#several-routers)."""
+    models: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] | None = None
+    """Models and adapters that it is for; null: all.
+
+    Change it when it is not for every model and adapter; `*` stands for any characters. Others get
+    403, and are not listed."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether anything has to be counted or checked."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_in_flight, self.models)
+        return any(limit is not None for limit in limits)
+
+
+# --- gateways that send requests themselves -------------------------------------------------------
+
+ListenAddress = Annotated[
+    str, Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}$", max_length=256), PLAIN
+]
+
+
+class ExtProcConfig(Section, frozen=True):
+    """The endpoint picker for Envoy and the gateways made of it: external processing over gRPC.
+    Needs the extra `gateway`."""
+
+    listen: ListenAddress | None = None
+    """Change it when a gateway asks here where requests go: `0.0.0.0:9002`. Any client that reaches
+    that port can ask; with client keys, for what its key is for."""
+    fallbacks: Annotated[int, Field(ge=0, le=8), PLAIN] = 0
+    """Change it when the gateway takes a list of endpoints and tries the next by itself; a cluster
+    of Envoy's kind `ORIGINAL_DST` takes one only."""
+    read_response: bool = True
+    """Change it when responses should not pass through here: then what engines report is not
+    compared with predictions, and a request counts as over when its response begins. Needs
+    `allow_mode_override` in the gateway."""
+    rank_ports: bool = False
+    """Change it when each data-parallel rank has a port of its own, the replica's plus the rank, as
+    llm-d's sidecar has: the picker then writes `x-data-parallel-host-port`."""
+    max_streams: Count = 16_384
+    """Change it when gateways have more requests under way at a time; more are refused with 503."""
+    tls: ListenerTlsConfig = ListenerTlsConfig()
+    """Like [`server.tls`](#servertls); a new certificate needs a restart."""
+
+
+class DoorsConfig(Section, frozen=True):
+    """Configures what gateways need that ask where a request should go and send it themselves."""
+
+    max_reservations: Count = 16_384
+    """Change it when gateways have more requests under way at a time; more are refused with 503."""
+    reservation_idle_s: Seconds = 600.0
+    """A reservation without a report of its gateway for so long ends by itself.
+
+    Change it when responses take longer and the gateway reports no progress, or when gateways are
+    often killed and what they had booked should be free sooner."""
+    ext_proc: ExtProcConfig = ExtProcConfig()
+
+
+# --- logs, metrics, traces ------------------------------------------------------------------------
+
+
+class TracingConfig(Section, frozen=True):
+    """OpenTelemetry traces, over OTLP/HTTP; the standard's `OTEL_*` variables hold for the rest."""
+
+    enabled: bool = False
+    """Needs the extra `otel`.
+
+    Change it when you want traces."""
+    endpoint: Url | None = None
+    """Base URL of the collector, as `http://collector:4318`; null: from
+    `OTEL_EXPORTER_OTLP_ENDPOINT`.
+
+    Change it when `OTEL_EXPORTER_OTLP_ENDPOINT` is not set, and the collector is not at
+    `http://localhost:4318`; without `/v1/traces`."""
+    sampled_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] | None = None
+    """The share of the requests without a trace yet.
+
+    Change it when fewer requests should be recorded than all. Requests whose client sent a
+    `traceparent` are recorded if the client's was. Null: by `OTEL_TRACES_SAMPLER`, else all."""
+
+
+class ObservabilityConfig(Section, frozen=True):
+    """Configures logs, metrics and traces."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Change it when you want less: `warning` hides changes of state of event streams, which are
+    logged as `info`."""
+    log_format: Literal["text", "json"] = "text"
+    """Change it when a log collector reads it: one JSON object per line; `serve --log-format`,
+    `--log-level` override both."""
+    access_log: bool = False
+    """Change it when you want one line for each request: [operations.md](operations.md) has its
+    fields."""
+    allow_capture: bool = False
+    """Change it when operators may record what a replica caches, with the prompts it is sent as
+    token ids: `kvroute capture` with `--url`; on the command line `--allow-capture`."""
+    metrics_need_key: bool = False
+    """Change it when only some may scrape: `/metrics` then requires `operator_api_key`, which must
+    be set."""
+    tracing: TracingConfig = TracingConfig()
+
+
+# --- the server itself ----------------------------------------------------------------------------
 
 PRIVATE_NETWORKS = (
     *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
@@ -33,7 +226,7 @@ PRIVATE_NETWORKS = (
 
 
 class TimeoutsConfig(Section, frozen=True):
-    """How long each phase of a request may take."""
+    """Bounds how long each phase of a request may take."""
 
     connect_s: Seconds = 3.0
     """Change it when replicas are far away. After it the next replica is tried, so keep it
@@ -67,7 +260,7 @@ class TimeoutsConfig(Section, frozen=True):
 
 
 class RetriesConfig(Section, frozen=True):
-    """How often a request is tried again, while nothing of its response has arrived."""
+    """Bounds how often a request is tried again, while nothing of its response has arrived."""
 
     further_attempts: Annotated[int, Field(ge=0, le=100), PLAIN] = 2
     """Change it when requests should get more or fewer attempts after the first; a retry after a
@@ -125,14 +318,11 @@ class ServerConfig(Section, frozen=True):
     """Change it when clients should have keys of their own, or keys are to be changed one by
     one."""
     operator_api_keys: Items[OperatorKeyConfig] = ()
-    """More keys of operators.
-
-    Change it when operators should have keys of their own, or keys are to be changed one by one."""
+    """Change it when operators should have keys of their own, or keys are to be changed one by
+    one."""
     wrong_key_delay_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), PLAIN] = 1.0
-    """How long the response to a wrong key is held back, after some from the same address.
-
-    Change it when refusals of wrong keys should be held back for longer, or not at all; the first
-    five from an address are not."""
+    """Change it when refusals of wrong keys should be held back for longer, or not at all; the
+    first five from an address are not."""
     clients_see_hits: bool | None = None
     """True: clients see how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null: where
     they need no key.
@@ -144,9 +334,7 @@ class ServerConfig(Section, frozen=True):
     """Change it when the router is asked without a key under a name that is not `localhost`, the
     machine's own or in `host`, as `router` in a compose file; `"*"` accepts every name."""
     replica_networks: Items[Network] = PRIVATE_NETWORKS
-    """Networks of replicas that may be added at run time.
-
-    Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
+    """Change it when replicas added by `POST /replicas` are elsewhere; those of the file may be
     anywhere."""
     trusted_proxies: Items[Network] = ()
     """Proxies whose `x-forwarded-*` is passed on, with their own address added.
@@ -154,10 +342,8 @@ class ServerConfig(Section, frozen=True):
     Change it when a proxy in front adds the client's address: its `x-forwarded-for` and `-proto` go
     on, from others the router sets its own."""
     insecure: bool = False
-    """Listen on other addresses than loopback although there is no client key.
-
-    Change it when `host` is reached by other machines, and all of them may send prompts without a
-    key. Without it such a router does not start."""
+    """Change it when `host` is reached by other machines, and all of them may send prompts without
+    a key. Without it such a router does not start."""
     max_body_bytes: Bytes = 64 * 1024 * 1024
     """Change it when requests with images or long prompts get 413."""
     max_header_bytes: Bytes = 64 * 1024
@@ -189,20 +375,21 @@ class ServerConfig(Section, frozen=True):
 
     @property
     def client_keys(self) -> tuple[ClientKeyConfig, ...]:
-        """All keys; the one without a name is called `default`."""
+        """Return all keys; the one without a name is called `default`."""
         if self.client_api_key is None:
             return self.client_api_keys
         return ClientKeyConfig(name="default", key=self.client_api_key), *self.client_api_keys
 
     @property
     def operator_keys(self) -> tuple[OperatorKeyConfig, ...]:
-        """All keys; the one without a name is called `default`."""
+        """Return all keys; the one without a name is called `default`."""
         if self.operator_api_key is None:
             return self.operator_api_keys
         return OperatorKeyConfig(name="default", key=self.operator_api_key), *self.operator_api_keys
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Keys that are the same, and an address that others reach without a key for clients."""
+        """Yield keys that are the same, and an address that others reach without a key for
+        clients."""
         for kind in ("client_api_keys", "operator_api_keys"):
             keys = getattr(self, kind)
             yield from repeated(kind, [each.name for each in keys], "name")

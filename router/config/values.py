@@ -24,16 +24,18 @@ from pydantic import (
 
 from kvevents.codec import MAX_GROUP_IDX
 from kvevents.curve import PUBLIC_KEY_CHARS, parse_public_key
-from kvevents.errors import CurveError
+from kvevents.endpoints import ZmqEndpoint
+from kvevents.errors import CurveError, EndpointError
 from kvevents.listener import LISTENED_TO
 from router.config.origin import Origin, OriginError, in_url
-from router.config.rules import broken_rule
+from router.config.section import broken_rule
 
 MASK = "***"
 WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 """Hosts that a server can bind to but no client can connect to."""
 POLLED = ("http://", "https://")
 """Prefixes of the address of a source that is polled for its events."""
+# Less than `ZmqEndpoint` takes: white space is a mistake, and so is a port that is left to ZMQ.
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
 _PROXIED_PATH = re.compile(
     r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
@@ -77,7 +79,7 @@ def _drafter_groups(data: object) -> object:
 
 
 def _resolve_key(data: object, info: ValidationInfo) -> object:
-    """A key, or the value of the variable that `${NAME}` names.
+    """Return a key, or the value of the variable that `${NAME}` names.
 
     No message repeats the data: the name of a variable may be the key itself.
     """
@@ -108,7 +110,7 @@ def _referred_to(reference: str, context: Mapping[str, Any] | None) -> str:
 
 
 def _content(name: str, directory: Path | None) -> str:
-    """The first line of a file, as secrets are mounted."""
+    """Return the first line of a file, as secrets are mounted."""
     try:
         with (directory or Path()).joinpath(name).open("rb") as file:
             content = file.read(_MAX_KEY_FILE_BYTES).decode("ascii", "replace")
@@ -128,7 +130,8 @@ def _variable(name: str, context: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def placed(path: str, info: ValidationInfo) -> str:
-    """A path as the process finds it: relative ones start at the configuration's own directory."""
+    """Return a path as the process finds it: relative ones start at the configuration's own
+    directory."""
     directory = (info.context or {}).get("directory")
     return path if directory is None else str(directory / path)
 
@@ -203,12 +206,16 @@ def _check_proxied_path(path: str) -> str:
 
 
 def is_endpoint(text: str) -> bool:
-    """Return whether *text* has the form of a ZMQ address; wildcards included."""
+    """Return whether *text* is a ZMQ address; wildcards included."""
+    try:
+        ZmqEndpoint.parse("", text)
+    except EndpointError:
+        return False
     return bool(_ENDPOINT.match(text)) and len(text) <= 1024
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """The address to connect to, for one that a server binds to.
+    """Return the address to connect to, for one that a server binds to.
 
     Args:
         endpoint: Such as `tcp://*:5557`.

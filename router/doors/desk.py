@@ -15,8 +15,7 @@ from router.doors.asks import Key, Question, new_id, tenant_salt
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.doors.terms_reader import TermsReader
 from router.errors import BadRequest, NoReplica, UnknownReservation
-from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import Entrance
+from router.fleet.entrance import EngineOrder, Entrance
 from router.plane.attempts import Attempt, Failure
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding

@@ -16,7 +16,7 @@ from async_timeout import timeout_at
 from google.protobuf.message import DecodeError
 
 from kvevents.tasks import begin_lasting
-from router.config.certificates import Certificate, keep_fresh
+from router.config.certificates import PICKER, Certificate, keep_fresh, listener_certificate
 from router.config.schema import RouterConfig
 from router.doors.asks import ANONYMOUS, Key, Question, new_id
 from router.doors.desk import Desk
@@ -57,7 +57,6 @@ _CODES = {
 _MESSAGE_BYTES = 1024 * 1024
 """The bound on a message beside its body."""
 _DOOR = "ext_proc"
-_TLS = "doors.ext_proc.tls"
 
 
 def make_picker(
@@ -181,14 +180,13 @@ class ExtProcServer:
             await self._server.stop(grace_s)
 
     def _bind(self, server: Any, address: str) -> int:
-        tls = self.config.tls
-        if tls.certificate is None or tls.key is None:
+        files = listener_certificate(self.config.tls, PICKER)
+        if files is None:
             return int(server.add_insecure_port(address))
-        files = Certificate(_TLS, True, tls.certificate, tls.key, tls.client_ca)
         consequence = "the endpoint picker shows the certificate that it has"
         self._keeping = begin_lasting(keep_fresh([files]), "picker's certificate", consequence)
         shown = _Shown(files)
-        needs_certificate = tls.client_ca is not None
+        needs_certificate = files.authorities is not None
         credentials = grpc.dynamic_ssl_server_credentials(
             shown.read(), shown.renewed, needs_certificate
         )

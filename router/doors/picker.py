@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from router.config.doors import ExtProcConfig
 from router.config.origin import Header
+from router.config.server import ExtProcConfig
 from router.doors.asks import ANONYMOUS, Key, Question, request_id_in
 from router.doors.desk import DecidedReservation, Desk
 from router.doors.messages import ProcessingResponse

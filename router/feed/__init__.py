@@ -16,7 +16,6 @@ The files; each imports only what is listed above it:
     source_feed.py       applies the batches of one stream to the index of its model
     feed.py              all streams: follows them, and knows which of them are whole
     snapshot_records.py  a snapshot as bytes, and back into an index
-    snapshot_file.py     on disk
+    snapshot_file.py     on disk; at a start, from the first place that has one
     snapshot_peers.py    between routers, over HTTP: bounded, and sealed
-    beginning.py         at a start: the first place that has one
 """

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from kvevents.pacing import Pacer
 from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
-from router.config.origin import Header
+from router.config.origin import Allows, Header
 from router.config.values import POLLED
 from router.errors import NotRecordable
 from router.feed.polled import Pollers, PollerStatistics
@@ -49,8 +49,7 @@ _CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
 class SourceOptions(NamedTuple):
     """The options of a source's connection, besides its addresses."""
 
-    allows: Callable[[str], bool] | None = None
-    """Returns whether an address may be connected to; None: every address."""
+    allows: Allows | None = None
     names: Sequence[str] = ()
     """Names of pods in the topics of publishers that connect to us."""
     headers: Callable[[], Sequence[Header]] = lambda: ()
@@ -60,35 +59,27 @@ class SourceOptions(NamedTuple):
 DEFAULT_OPTIONS = SourceOptions()
 
 
+@dataclass(eq=False, repr=False)
 class Feed:
     """Follows every source with a task of its own. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        index_of: Callable[[str], PrefixIndex],
-        options: SubscriberOptions | None = None,
-        keys: CurveKeys | None = None,
-        server_key: str | None = None,
-        client: UpstreamClient | None = None,
-    ) -> None:
-        """
-        Args:
-            keys: Our own, for sources that are encrypted.
-            server_key: The public key of the sources that are added without one; None: those are
-                plain text.
-            client: Polls sources that have to be polled; None: there are no such sources.
-        """
-        self._keys = keys
-        self._server_key = server_key
+    index_of: Callable[[str], PrefixIndex]
+    options: SubscriberOptions = field(default_factory=SubscriberOptions)
+    keys: CurveKeys | None = None
+    """Our own, for sources that are encrypted."""
+    server_key: str | None = None
+    """The public key of the sources that are added without one; None: those are plain text."""
+    client: UpstreamClient | None = None
+    """Polls sources that have to be polled; None: there are no such sources."""
+
+    def __post_init__(self) -> None:
         self.taps = Taps()
-        self._index_of = index_of
-        self._options = options or SubscriberOptions()
         self._pacer = Pacer()
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._listeners: list[Listener] = []
         """The listeners, by data-parallel rank."""
-        self._pollers = Pollers(client, self._options.socket.message_bytes)
+        self._pollers = Pollers(self.client, self.options.socket.message_bytes)
         self._sources: dict[SourceId, SourceFeed] = {}
         self._saved: dict[SourceId, SavedSource] = {}
         """Sources that the indexes hold from before the start, until each is followed."""
@@ -110,7 +101,7 @@ class Feed:
         """
         first = ZmqEndpoint.parse("events.listen", endpoint)
         for rank in range(ranks):
-            listener = Listener(self._context, first.for_rank(rank), self._options.socket)
+            listener = Listener(self._context, first.for_rank(rank), self.options.socket)
             listener.on_unknown = self._note_unknown
             listener.open()
             self._listeners.append(listener)
@@ -121,7 +112,6 @@ class Feed:
         return [listener.statistics() for listener in self._listeners]
 
     def pollers(self) -> list[PollerStatistics]:
-        """The polled servers."""
         return self._pollers.statistics()
 
     @staticmethod
@@ -212,20 +202,17 @@ class Feed:
         _log.warning("replica %s: event streams: %s", source.replica, problem)
 
     def _feed_of(self, source: SourceId, model: str, stream: str) -> SourceFeed:
-        index = self._index_of(model)
+        index = self.index_of(model)
         suspects = self.suspects, lambda: self.on_change()
         return SourceFeed(
             source, model, index, self._complain, self._tidy, self.taps, *suspects, stream
         )
 
-    def _options_of(
-        self, allows: Callable[[str], bool] | None, server_key: str | None
-    ) -> SubscriberOptions:
-        """Return one source's options."""
-        key = server_key or self._server_key
-        curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
-        sockets = replace(self._options.socket, allows=allows, curve=curve)
-        return replace(self._options, socket=sockets)
+    def _options_of(self, allows: Allows | None, server_key: str | None) -> SubscriberOptions:
+        key = server_key or self.server_key
+        curve = CurveClient(self.keys, key.encode()) if key and self.keys else None
+        sockets = replace(self.options.socket, allows=allows, curve=curve)
+        return replace(self.options, socket=sockets)
 
     # --- over a restart ---------------------------------------------------------------------------
 
@@ -238,7 +225,7 @@ class Feed:
         """Drop the restored sources that were not named since."""
         for source, saved in self._saved.items():
             with contextlib.suppress(KeyError):  # no replica serves its model
-                index = self._index_of(saved.model)
+                index = self.index_of(saved.model)
                 index.drop(source)
                 self._tidy(index)
         self._saved.clear()
@@ -284,7 +271,6 @@ class Feed:
         self._context.term()
 
     def sources(self) -> list[SourceId]:
-        """The sources that are followed."""
         return list(self._sources)
 
     def state(self, source: SourceId) -> SourceState:

@@ -53,33 +53,24 @@ class PollerStatistics:
     `failed`."""
 
 
+@dataclass(eq=False, repr=False)
 class Poller:
-    """Polls one server while its events are wanted. Belongs to one event loop.
+    """Polls one server while its events are wanted. Belongs to one event loop."""
 
-    Args:
-        endpoint: The URL, with its path.
-        headers: Returns what is sent along; called for each request, as a key may be renewed.
-        allows: Returns whether an address may be connected to; None: every address.
-    """
+    client: UpstreamClient
+    endpoint: str
+    """The URL, with its path."""
+    headers: Callable[[], Sequence[Header]]
+    """Returns what is sent along; called for each request, as a key may be renewed."""
+    allows: Allows | None
+    max_bytes: int
 
-    def __init__(
-        self,
-        client: UpstreamClient,
-        endpoint: str,
-        headers: Callable[[], Sequence[Header]],
-        allows: Allows | None,
-        max_bytes: int,
-    ) -> None:
-        self.endpoint = endpoint
-        origin = Origin.parse(endpoint, "endpoint")
-        self._origin = replace(origin, base_path="", allows=allows)
+    def __post_init__(self) -> None:
+        origin = Origin.parse(self.endpoint, "endpoint")
+        self._origin = replace(origin, base_path="", allows=self.allows)
         self._target = origin.base_path.encode("ascii")
-        self._client = client
-        self._headers = headers
-        self._max_bytes = max_bytes
         self._method = _METHODS[0]
         self._ranks: dict[int, TrtllmTranslator] = {}
-        """The ranks that are followed."""
         self._connections: dict[int, PolledConnection] = {}
         """Open connections, by rank."""
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +86,6 @@ class Poller:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether any rank of it is followed."""
         return bool(self._ranks)
 
     def register(self, rank: int) -> Callable[[], PolledConnection]:
@@ -174,14 +164,13 @@ class Poller:
         """
         what = f"{self._method.decode()} {self.endpoint}"
         try:
-            status, _, body = await self._client.fetch(
+            status, body = await self.client.fetch(
                 self._origin,
-                self._method,
                 self._target,
-                b"",
                 _TIMES,
-                self._max_bytes,
-                self._headers(),
+                self.max_bytes,
+                self.headers(),
+                self._method,
             )
         except UpstreamError as error:
             raise PollFailed(f"{what}: {error}") from None
@@ -241,26 +230,24 @@ class Poller:
                 connection.end()
 
 
+@dataclass(eq=False, repr=False)
 class PolledConnection:
     """The connection of one rank, for a subscriber (see `kvevents.live.Connection`).
 
     It outlasts requests that fail: events wait in the engine meanwhile.
     """
 
-    def __init__(self, poller: Poller, rank: int, translator: TrtllmTranslator) -> None:
-        self._poller = poller
-        self._rank = rank
-        self._translator = translator
-        self._is_down = False
+    _poller: Poller
+    _rank: int
+    _translator: TrtllmTranslator
+
+    def __post_init__(self) -> None:
+        self.is_down = False
+        """True once the server has not answered for long."""
         self._is_answered = False
-        self._wake = WakeUp()
+        self.wake_up = WakeUp()
         self.waiting: deque[PolledEvent] = deque()
         self.on_readable: Callable[[], None] | None = None
-
-    @property
-    def is_down(self) -> bool:
-        """Return True once the server has not answered for long."""
-        return self._is_down
 
     async def open(self) -> None:
         """Wait for the first response, however long.
@@ -270,22 +257,17 @@ class PolledConnection:
         """
         self._poller.join(self._rank, self)
         while not self._is_answered:
-            if self._is_down:
+            if self.is_down:
                 raise NoConnection(f"{self._poller.endpoint}: no response")
-            await self._wake.wait(_GONE_AFTER_S)
+            await self.wake_up.wait(_GONE_AFTER_S)
 
     def close(self) -> None:
-        """Take nothing any more; safe to call again."""
-        self._is_down = True
+        self.is_down = True
         self.waiting.clear()
         self._poller.leave(self._rank, self)
 
-    def next_batch(self, topic: bytes | None) -> Batch | None:  # noqa: ARG002
-        """The next event as a batch, None if none has come.
-
-        Raises:
-            MalformedBatch: An event that cannot be read, and is missing from now on.
-        """
+    def next_batch(self) -> Batch | None:
+        """The next event as a batch; one that cannot be read is missing from now on."""
         if not self.waiting:
             return None
         event = self.waiting.popleft()
@@ -294,32 +276,23 @@ class PolledConnection:
         return self._translator.translate(event)
 
     def has_more(self) -> bool:
-        """Return whether there is an event to take."""
         return bool(self.waiting)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take, the server is gone, or *timeout_s* is over."""
-        await self._wake.wait(timeout_s)
-
-    def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._wake.set()
 
     def note_response(self) -> None:
         """Note that the server has answered; its events wait already."""
         if not self._is_answered:
             self._is_answered = True
-            self._wake.set()
+            self.wake_up.set()
         elif self.waiting:
             if self.on_readable is not None:
                 self.on_readable()
             else:
-                self._wake.set()
+                self.wake_up.set()
 
     def end(self) -> None:
         """Nothing more comes."""
-        self._is_down = True
-        self._wake.set()
+        self.is_down = True
+        self.wake_up.set()
 
 
 class Pollers:

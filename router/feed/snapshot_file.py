@@ -1,4 +1,5 @@
-"""A snapshot on disk. It is written beside the old one and takes its place when it is whole."""
+"""Snapshots over a restart: written to disk from time to time, each beside the old one, whose place
+it takes when it is whole; and found by a router that starts, in the first place that has one."""
 
 from __future__ import annotations
 
@@ -6,28 +7,32 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from router.errors import RouterError
 from router.feed.feed import Feed
-from router.feed.snapshot_records import IndexSnapshot, pieces_of, read
+from router.feed.snapshot_records import IndexSnapshot, pieces_of, read, restore
+from router.index.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "index.snapshot"
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotKeeper:
     """Writes a snapshot from time to time. Belongs to one event loop."""
 
-    def __init__(self, feed: Feed, directory: Path, interval_s: float) -> None:
-        self._feed = feed
-        self._directory = directory
-        self._interval_s = interval_s
-        self.saved = self.failures = 0
-        """Snapshots written."""
-        self.saved_bytes = 0
-        """The size of the last one."""
+    _feed: Feed
+    _directory: Path
+    _interval_s: float
+    saved: int = 0
+    """Snapshots written."""
+    failures: int = 0
+    saved_bytes: int = 0
+    """The size of the last one."""
 
     async def run(self) -> None:
         while True:
@@ -80,3 +85,41 @@ def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
     count = sum(map(len, found.sources.values()))
     logger.info("index: %d sources as of %.0f s ago, from %s", count, found.age_s, path)
     return found
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotRestorer:
+    """Fills indexes from a snapshot. Belongs to one event loop."""
+
+    places: Sequence[Callable[[], Awaitable[IndexSnapshot | None]]]
+    """Sources of snapshots, the best one first; each returns None if it has none."""
+    feed: Feed
+    needs_own_keys: bool
+    """True if an index must keep its own keys, since others share them."""
+
+    def __post_init__(self) -> None:
+        self._found: IndexSnapshot | None = None
+
+    async def find(self) -> None:
+        """Get a snapshot, if any place has one; no stream may be followed before."""
+        for place in self.places:
+            self._found = await place()
+            if self._found is not None:
+                return
+
+    async def fill(self, model: str, index: PrefixIndex) -> None:
+        """Fill the new index of a model, before its first stream is followed.
+
+        Args:
+            index: Empty.
+        """
+        if self._found is None or model not in self._found.sources:
+            return
+        saved = await asyncio.to_thread(restore, self._found, model, index, self.needs_own_keys)
+        for each in saved:
+            self.feed.expect(each)
+
+    def forget(self) -> None:
+        """Drop the parts that were not used."""
+        self._found = None
+        self.feed.forget_expected()

@@ -52,44 +52,38 @@ class PeerLimits(NamedTuple):
     max_age_s: float
 
 
+@dataclass(eq=False, repr=False)
 class Peers:
-    """The other routers.
+    """The other routers."""
 
-    Args:
-        urls: Each address behind a name is one of them.
-        trusted: Returns the context for https; None: the system's authorities are trusted.
-    """
+    urls: Iterable[str]
+    """Each address behind a name is one of them."""
+    secret: bytes
+    limits: PeerLimits
+    trusted: Callable[[], ssl.SSLContext | None]
+    """Returns the context for https; None: the system's authorities are trusted."""
 
-    def __init__(
-        self,
-        urls: Iterable[str],
-        secret: bytes,
-        limits: PeerLimits,
-        trusted: Callable[[], ssl.SSLContext | None],
-    ) -> None:
-        self._origins = [Origin.parse(url) for url in urls]
-        self._secret = secret
-        self._limits = limits
-        self._trusted = trusted
+    def __post_init__(self) -> None:
+        self._origins = [Origin.parse(url) for url in self.urls]
         self.taken = self.refused = 0
         """Counts of snapshots, and of answers of no use."""
 
     async def fetch(self) -> IndexSnapshot | None:
         """Return the snapshot of the first that has one; None, with the reasons in the log, where
         none has one in time."""
-        client = UpstreamClient(self._trusted)
+        client = UpstreamClient(self.trusted)
         try:
-            async with timeout(self._limits.within_s):
+            async with timeout(self.limits.within_s):
                 return await self._first_of(client)
         except asyncio.TimeoutError:
-            logger.warning("no peer sent its index within %g s", self._limits.within_s)
+            logger.warning("no peer sent its index within %g s", self.limits.within_s)
             return None
         finally:
             await client.close()
 
     async def _first_of(self, client: UpstreamClient) -> IndexSnapshot | None:
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._limits.within_s
+        ends_at = loop.time() + self.limits.within_s
         retry = Backoff(_FIRST_DELAY_S, _MAX_DELAY_S)
         waiting = [each for origin in self._origins for each in await _addresses(origin)]
         random.shuffle(waiting)
@@ -104,7 +98,7 @@ class Peers:
                         busy.append((address, origin))
                         continue
                     found = await asyncio.to_thread(
-                        read_sealed, data, self._secret, self._limits.max_age_s
+                        read_sealed, data, self.secret, self.limits.max_age_s
                     )
                 except (UpstreamError, RouterError, asyncio.TimeoutError) as error:
                     self.refused += 1
@@ -122,7 +116,7 @@ class Peers:
 
     async def _ask(self, client: UpstreamClient, origin: Origin) -> bytearray | None:
         """Return all bytes of a peer's snapshot; None if it is busy."""
-        headers = [(b"authorization", b"Bearer " + peer_key(self._secret).encode())]
+        headers = [(b"authorization", b"Bearer " + peer_key(self.secret).encode())]
         times = Timeouts(_CONNECT_S, _SILENCE_S, _SILENCE_S)
         response = await client.send(origin, b"GET", PATH.encode(), headers, b"", times)
         try:
@@ -133,8 +127,8 @@ class Peers:
             data = bytearray()
             while (chunk := await response.read_chunk()) is not None:
                 data += chunk
-                if len(data) > self._limits.max_bytes:
-                    bound = f"state.peer_max_bytes {self._limits.max_bytes}"
+                if len(data) > self.limits.max_bytes:
+                    bound = f"state.peer_max_bytes {self.limits.max_bytes}"
                     raise ResponseTooLarge(f"longer than {bound}")
             return data
         finally:

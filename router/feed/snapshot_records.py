@@ -74,7 +74,7 @@ async def pieces_of(
     Args:
         save: Exports a source and its blocks; returns None where it is not whole.
     """
-    writer = FrameWriter(_MAGIC, VERSION)
+    writer = FrameWriter()
     head = msgspec.msgpack.encode(SavedHead(time.time(), fingerprint_seed() or 0))
     yield writer.head + writer.framed(head) + head
     for source in sources:
@@ -99,7 +99,7 @@ def read(
         SnapshotError: It is too old, or from the future.
         DumpError: It is damaged, or of another version.
     """
-    records: Iterator[memoryview] = read_frames(memoryview(data), _MAGIC, VERSION)
+    records: Iterator[memoryview] = read_frames(memoryview(data))
     try:
         head = msgspec.msgpack.decode(next(records, b""), type=SavedHead)
         found = [msgspec.msgpack.decode(record, type=SnapshotSource) for record in records]
@@ -147,8 +147,9 @@ def restore(
 class FrameWriter:
     """Frames records, one after the other."""
 
-    def __init__(self, magic: bytes, version: int) -> None:
-        self.head = magic + _VERSION.pack(version)
+    head = _MAGIC + _VERSION.pack(VERSION)
+
+    def __init__(self) -> None:
         self._checksum = 0
 
     def framed(self, record: bytes) -> bytes:
@@ -157,18 +158,18 @@ class FrameWriter:
         return _FRAME.pack(len(record), self._checksum)
 
 
-def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memoryview]:
+def read_frames(data: memoryview) -> Iterator[memoryview]:
     """Read the records that a `FrameWriter` framed.
 
     Raises:
         DumpError: It is incomplete, damaged, or of another version.
     """
-    if bytes(data[: len(magic)]) != magic or len(data) < len(magic) + _VERSION.size:
-        raise DumpError(f"index dump of {len(data)} bytes: it must start with {magic.decode()!r}")
-    (found,) = _VERSION.unpack_from(data, len(magic))
-    if found != version:
-        raise DumpError(f"index dump: version {found} must be {version}")
-    position, checksum, length = len(magic) + _VERSION.size, 0, -1
+    position, checksum, length = len(FrameWriter.head), 0, -1
+    if bytes(data[: len(_MAGIC)]) != _MAGIC or len(data) < position:
+        raise DumpError(f"index dump of {len(data)} bytes: it must start with {_MAGIC.decode()!r}")
+    (found,) = _VERSION.unpack_from(data, len(_MAGIC))
+    if found != VERSION:
+        raise DumpError(f"index dump: version {found} must be {VERSION}")
     while length:
         length, expected, position = _frame(data, position)
         record = data[position : position + length]

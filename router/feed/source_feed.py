@@ -45,7 +45,6 @@ class AppliedEvents:
     """Times the source was emptied, to be rebuilt."""
 
     def add(self, result: ApplyResult) -> None:
-        """Count one batch."""
         self.stored += result.stored
         self.removed += result.removed
         self.skipped += result.skipped
@@ -87,7 +86,7 @@ class SourceFeed:
     taps: Taps
     suspects: set[SourceId]
     on_change: Callable[[], object]
-    stream: str = ""
+    stream: str
 
     def __post_init__(self) -> None:
         self.state = SourceState.CONNECTING

@@ -138,7 +138,6 @@ class Taps:
         return tap
 
     def close(self, tap: Tap) -> None:
-        """Listen no longer."""
         listening = self._taps.get(tap.source, [])
         if tap in listening:
             listening.remove(tap)

@@ -140,7 +140,7 @@ class UpstreamClient:
         url = _url(origin, target)
         if is_numeric(origin.host) and not origin.allowed([origin.host]):
             raise ConnectFailed(f"{origin}: no connection: {_not_allowed(origin.host)}")
-        use = _ConnectionUse()
+        use = SimpleNamespace(is_kept=False)
         asked = self._session(origin.allows).request(
             method.decode("ascii"),
             url,
@@ -156,21 +156,21 @@ class UpstreamClient:
         try:
             found = await _in_time(_with_first_byte(asked), limit_s, rule, FirstByteTimeout)
         except (OSError, aiohttp.ClientError, MemoryError) as error:
-            raise self._failure(error, origin, timeouts, use) from None
+            raise self._failure(error, origin, timeouts, use.is_kept) from None
         self.reached(origin)
         return UpstreamResponse(*found, origin, timeouts.idle_s)
 
     async def fetch(
         self,
         origin: Origin,
-        method: bytes,
         target: bytes,
-        body: bytes,
         timeouts: Timeouts,
         max_bytes: int,
         headers: Sequence[Header] = (),
-    ) -> tuple[int, list[Header], bytes]:
-        """Send one small request and read the whole response: `(status, headers, body)`.
+        method: bytes = b"GET",
+        body: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Send one small request and read the whole response: `(status, body)`.
 
         It takes no longer than the three timeouts together, however slowly the body trickles. A
         request whose kept connection turns out to be closed is sent again, once.
@@ -194,7 +194,7 @@ class UpstreamClient:
                 content = await _read_whole(response, max_bytes, origin)
         except asyncio.TimeoutError:
             raise IdleTimeout(f"{origin}: response not complete in {limit_s:g} s") from None
-        return response.status, response.headers, content
+        return response.status, content
 
     def reached(self, origin: Origin) -> None:
         """Note that there was a connection to *origin*."""
@@ -240,9 +240,14 @@ class UpstreamClient:
         error: OSError | aiohttp.ClientError | MemoryError,
         origin: Origin,
         times: Timeouts,
-        use: _ConnectionUse,
+        is_kept: bool,
     ) -> UpstreamError:
-        """Return the caller's error for *error*."""
+        """Return the caller's error for *error*.
+
+        Args:
+            is_kept: True if the connection was kept from an earlier request; the server may have
+                closed it and never seen this one.
+        """
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return ConnectTimeout(f"{origin}: no connection within {times.connect_s:g} s")
         if resource := self._shortage(error, origin):
@@ -252,7 +257,7 @@ class UpstreamClient:
         if isinstance(error, aiohttp.ClientPayloadError):
             return ResponseBroken(_cut_off(origin))
         if isinstance(error, (aiohttp.ClientConnectionError, OSError)):
-            kind = KeptConnectionClosed if use.is_kept else ClosedBeforeResponse
+            kind = KeptConnectionClosed if is_kept else ClosedBeforeResponse
             return kind(f"{origin}: closed the connection before its response")
         return ResponseBroken(f"{origin}: the response is not HTTP, or over a bound")
 
@@ -279,11 +284,7 @@ class UpstreamClient:
 
 
 class _Resolver(AbstractResolver):
-    """Looks names up, each time that a connection is made: a name may lead elsewhere by then.
-
-    Args:
-        allows: Returns whether an address may be connected to; None: every one.
-    """
+    """Looks names up, each time that a connection is made: a name may lead elsewhere by then."""
 
     def __init__(self, allows: Allows | None) -> None:
         self._allows = allows
@@ -318,15 +319,9 @@ class _Resolver(AbstractResolver):
         """Nothing to close."""
 
 
-class _ConnectionUse:
-    """The connection that a request went over."""
-
-    is_kept = False
-    """True if kept from an earlier request; the server may have closed it and never seen this
-    one."""
-
-
 def _traced() -> aiohttp.TraceConfig:
+    """Make what notes, for each request, whether its connection is a kept one."""
+
     async def is_reused(_session: object, context: SimpleNamespace, _params: object) -> None:
         context.trace_request_ctx.is_kept = True
 

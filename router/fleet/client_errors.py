@@ -1,16 +1,5 @@
 """Defines the errors between the router and one server that it asks.
 
-    UpstreamError
-    ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure
-    │   ├── ConnectTimeout      ... or not within connect_s
-    │   └── OutOfResources      ... or this process gets no socket; no fault of the server
-    ├── ClosedBeforeResponse    the server closed the connection before its response
-    │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
-    ├── FirstByteTimeout        no byte of a body, nor the end of the response, in time
-    ├── IdleTimeout             a body that had begun fell silent for idle_s
-    ├── ResponseBroken          not HTTP/1.1, over a bound, or cut off before its end
-    └── ResponseTooLarge        a fetched body over max_bytes
-
 Messages name the server and the rule. They never quote a request or a response.
 """
 
@@ -20,7 +9,8 @@ class UpstreamError(Exception):
 
 
 class ConnectFailed(UpstreamError):
-    """No connection could be made, so the server has not seen the request."""
+    """No connection could be made, so the server has not seen the request: it was refused, the
+    server is unreachable, its name is unknown, or TLS failed."""
 
 
 class ConnectTimeout(ConnectFailed):
@@ -28,7 +18,7 @@ class ConnectTimeout(ConnectFailed):
 
 
 class OutOfResources(ConnectFailed):
-    """The system gives this process no further socket.
+    """The system gives this process no further socket, which is no fault of the server.
 
     Args:
         message: Names the server and the rule.
@@ -59,7 +49,7 @@ class IdleTimeout(UpstreamError):
 
 
 class ResponseBroken(UpstreamError):
-    """The response is malformed, over a bound, or was cut off before its end."""
+    """The response is not HTTP/1.1, over a bound, or was cut off before its end."""
 
 
 class ResponseTooLarge(UpstreamError):

@@ -68,6 +68,10 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that fit into them, where one block is one of all layers; None if it is not
     reported."""
 
+    @property
+    def dp_ranks(self) -> list[int]:
+        return [rank.dp_rank for rank in self.ranks]
+
 
 class _GaugeSample(NamedTuple):
     dp_rank: int | None

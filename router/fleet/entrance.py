@@ -1,4 +1,5 @@
-"""Reads a request's place in a line from its key and headers: tenant, class, deadline.
+"""Reads a request's place from its key and headers: in a line by tenant, class and deadline, and in
+an engine's queue by a number.
 
 Gateways' own names of a header count at every door where the configured header does: llm-d's names,
 and the older ones of the Gateway API's inference extension.
@@ -7,11 +8,13 @@ and the older ones of the Gateway API's inference extension.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.errors import BadRequest
-from router.fleet.line import LineLimits, Waiter
+from router.fleet.line import LONGEST_TOKENS, LineLimits, Waiter, place_of
 from router.fleet.room import WaitingRoom
 
 _FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
@@ -20,6 +23,9 @@ _TTFT = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms")
 _MAX_TENANT_BYTES = 256
 _MAX_NUMBER_CHARS = 32
 _MAX_MS_DIGITS = 9
+_CLASS_BITS = 58
+"""Bits below the class, of 63: there are at most 16 classes, and at 1e8 tokens a second places fit.
+At more, all waiting requests are equal, and served as they come."""
 
 
 def headers_read(config: OverloadConfig) -> frozenset[bytes]:
@@ -159,6 +165,67 @@ class Entrance:
         if not (text.isascii() and text.isdigit() and len(text) <= _MAX_MS_DIGITS and int(text)):
             raise BadRequest(header.decode(), repr(text[:40]), "expected milliseconds above 0")
         return int(text) / 1000
+
+
+class OrderFacts(NamedTuple):
+    """The parts of the numbers of an `EngineOrder`, for the compiled core, which makes the same."""
+
+    ageing_tokens_per_s: float
+    usual_class: int
+    """The usual class of requests whose headers and keys name none."""
+    class_bits: int = _CLASS_BITS
+    longest_tokens: int = LONGEST_TOKENS
+
+
+class EngineOrder:
+    """Computes the priority numbers of requests for engines that order their queue by numbers, so
+    that they serve in the order of our own line: by class, then short before long, with ageing.
+
+        number = class * 2**58 + place, of its tokens to compute and its arrival in seconds since
+                 1970
+
+    The wall clock makes the numbers of several routers comparable.
+    """
+
+    def __init__(self, config: OverloadConfig, clock: Callable[[], float] = time.time) -> None:
+        """
+        Args:
+            clock: The wall clock, in seconds since 1970.
+        """
+        self._classes = PriorityClasses(config)
+        self._ageing_tokens_per_s = config.ageing_tokens_per_s
+        self._clock = clock
+
+    @property
+    def facts(self) -> OrderFacts:
+        return OrderFacts(self._ageing_tokens_per_s, self.class_of(None))
+
+    def class_of(self, of_key: str | None) -> int:
+        """The class of requests whose headers name none; 0 goes first.
+
+        Args:
+            of_key: The highest class of their key.
+        """
+        return self._classes.of({}, of_key)
+
+    def numbers(
+        self, headers: Mapping[bytes, bytes], of_key: str | None, waited_s: float
+    ) -> Callable[[int], int]:
+        """Return a function from one request's tokens to compute to its number; lower goes first.
+
+        Args:
+            of_key: The highest class of its key.
+        Raises:
+            BadRequest: Its header names no class.
+        """
+        first = self._classes.of(headers, of_key) << _CLASS_BITS
+        arrived = self._clock() - waited_s
+
+        def number_of(tokens: int) -> int:
+            place = round(place_of(tokens, arrived, self._ageing_tokens_per_s))
+            return first + min(place, (1 << _CLASS_BITS) - 1)
+
+        return number_of
 
 
 def _names(header: str | None, others: tuple[bytes, ...]) -> tuple[bytes, ...]:

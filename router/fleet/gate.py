@@ -98,13 +98,11 @@ class ReplicaGate:
     # --- what happens there -----------------------------------------------------------------------
 
     def sent(self) -> None:
-        """A request is sent there."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._probe_until = self._clock() + max(self._open_s, self._options.breaker_open_s)
             self._notify()
 
     def answered(self) -> None:
-        """A request has a response."""
         if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
             self._open_until, self._open_s = None, 0.0
             self._notify()
@@ -172,15 +170,14 @@ class ReplicaGate:
 
     @property
     def breaker(self) -> Breaker:
-        """The state of its breaker."""
         if self._open_until is None:
             return Breaker.CLOSED
         return Breaker.OPEN if self._clock() < self._open_until else Breaker.HALF_OPEN
 
-    @property
-    def backs_off_s(self) -> float:
-        """Seconds for which it still gets no requests, as it asked."""
-        return self._backs_off_s("")
+    def backs_off_s(self, tenant: str = "") -> float:
+        """Return for how many seconds it still gets no requests of a tenant, as it asked; without
+        one, no requests at all."""
+        return max(self._back_off_until.get(tenant, 0.0) - self._clock(), 0.0)
 
     @property
     def speed(self) -> float:
@@ -195,9 +192,9 @@ class ReplicaGate:
 
     def shut(self, tenant: str = "") -> str | None:
         """Return why no request of a tenant may be sent there, room or not; None if one may."""
-        if self.backs_off_s:
+        if self.backs_off_s():
             return BACKING_OFF
-        if tenant and self._backs_off_s(tenant):
+        if self.backs_off_s(tenant):
             return TENANT_BACKING_OFF
         breaker = self.breaker
         if breaker is Breaker.OPEN:
@@ -223,14 +220,10 @@ class ReplicaGate:
     def opens_in_s(self, tenant: str = "") -> float:
         """Return after how many seconds it opens for a tenant, as far as that is known."""
         opens_in_s = max((self._open_until or 0.0) - self._clock(), 0.0)
-        return max(opens_in_s, self.backs_off_s, self._backs_off_s(tenant))
-
-    def _backs_off_s(self, tenant: str) -> float:
-        return max(self._back_off_until.get(tenant, 0.0) - self._clock(), 0.0)
+        return max(opens_in_s, self.backs_off_s(), self.backs_off_s(tenant))
 
     def _backs_off_from_any(self) -> bool:
-        if self._back_off_until:
-            self._forget_past()
+        self._forget_past()
         return bool(self._back_off_until)
 
     def _forget_past(self) -> None:

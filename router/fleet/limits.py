@@ -15,28 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from kvevents.field_docs import counter, gauge
-from router.config.keys import ClientKeyConfig
+from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
+from router.fleet.types import KeyCounts
 
 _WINDOW_S = 60
 _STEPS_PER_S = 2
 """Steps of the window: the counts of one step leave it together."""
 
 
-class KeyCounts(NamedTuple):
-    """Holds the counts of one key at one router."""
-
-    requests: int = 0
-    """Requests of the last minute."""
-    tokens: int = 0
-    """Tokens of the last minute, of prompts and of responses."""
-    in_flight: int = 0
-
-
-_NOTHING = KeyCounts()
+_NOTHING = KeyCounts(0, 0, 0)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -95,35 +86,24 @@ class KeyUsage:
     """Requests that a limit of their key refused: `requests`, `tokens`, `in_flight`, `model`."""
 
     def counts(self) -> KeyCounts:
-        """Return this router's counts."""
         now = self._clock()
         return KeyCounts(self._requests.at(now), self._tokens.at(now), self.in_flight)
 
     def may_enter(self) -> bool:
         """Return whether `enter` lets a request in at this moment."""
-        config, now = self._config, self._clock()
-        most, limit = config.max_in_flight, config.requests_per_minute
-        if most is not None and self.in_flight + self.elsewhere.in_flight >= most:
-            return False
-        used = self._requests.at(now) + self.elsewhere.requests
-        return limit is None or not _is_over(limit, used, 1)
+        return not self._is_full and self._wait_s("requests", 1) is None
 
     def may_spend(self, prompt_tokens: int) -> bool:
         """Return whether `spend` takes a prompt at this moment."""
-        limit, now = self._config.tokens_per_minute, self._clock()
-        used = self._tokens.at(now) + self.elsewhere.tokens
-        return limit is None or not _is_over(limit, used, prompt_tokens)
+        return self._wait_s("tokens", prompt_tokens) is None
 
     def enter(self) -> None:
         """A request has arrived; call `leave` at its end, unless this raises `KeyLimitReached`."""
-        config, now = self._config, self._clock()
-        most = config.max_in_flight
-        if most is not None and self.in_flight + self.elsewhere.in_flight >= most:
-            raise self._refused("in_flight", f"{most} requests at a time", 1)
-        limit = config.requests_per_minute
-        if limit is not None:
-            self._check("requests", self._requests, self.elsewhere.requests, 1, limit, now)
-        self._requests.add(1, now)
+        if self._is_full:
+            rule = f"{self._config.max_in_flight} requests at a time"
+            raise self._refused("in_flight", rule, 1)
+        self._check("requests", 1)
+        self._requests.add(1, self._clock())
         self.total_requests += 1
         self.in_flight += 1
 
@@ -146,19 +126,15 @@ class KeyUsage:
     def spend(self, prompt_tokens: int) -> None:
         """The prompt is known; raises `KeyLimitReached` where it has more tokens than the holder
         may have in a minute."""
-        now, limit = self._clock(), self._config.tokens_per_minute
-        if limit is not None:
-            self._check("tokens", self._tokens, self.elsewhere.tokens, prompt_tokens, limit, now)
-        self._count_tokens(prompt_tokens, now)
+        self._check("tokens", prompt_tokens)
+        self._count_tokens(prompt_tokens)
 
     def leave(self, response_tokens: int = 0) -> None:
-        """A request is over."""
         self.in_flight -= 1
-        self._count_tokens(response_tokens, self._clock())
+        self._count_tokens(response_tokens)
 
     @property
     def is_for_all_models(self) -> bool:
-        """Return whether the key is for every model."""
         return self._config.models is None
 
     def allows(self, model: str) -> bool:
@@ -168,45 +144,56 @@ class KeyUsage:
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Return what is left, in OpenAI's headers."""
-        config, now = self._config, self._clock()
         found: list[tuple[bytes, bytes]] = []
-        for name, limit, used in (
-            (b"requests", config.requests_per_minute, self._requests.at(now)),
-            (b"tokens", config.tokens_per_minute, self._tokens.at(now)),
-        ):
+        for name in ("requests", "tokens"):
+            limit, own, elsewhere = self._minute(name)
             if limit is not None:
-                elsewhere = getattr(self.elsewhere, name.decode())
-                left = max(limit - used - elsewhere, 0)
-                found.append((b"x-ratelimit-limit-" + name, b"%d" % limit))
-                found.append((b"x-ratelimit-remaining-" + name, b"%d" % left))
+                left = max(limit - own.at(self._clock()) - elsewhere, 0)
+                found.append((b"x-ratelimit-limit-" + name.encode(), b"%d" % limit))
+                found.append((b"x-ratelimit-remaining-" + name.encode(), b"%d" % left))
         return tuple(found)
 
-    def _check(
-        self, what: str, own: MinuteCount, elsewhere: int, amount: int, limit: int, now: float
-    ) -> None:
-        """Refuse more than the limit."""
+    @property
+    def _is_full(self) -> bool:
+        most = self._config.max_in_flight
+        return most is not None and self.in_flight + self.elsewhere.in_flight >= most
+
+    def _minute(self, what: str) -> tuple[int | None, MinuteCount, int]:
+        """Return a minute's limit, the count here, and that of other routers."""
+        if what == "requests":
+            return self._config.requests_per_minute, self._requests, self.elsewhere.requests
+        return self._config.tokens_per_minute, self._tokens, self.elsewhere.tokens
+
+    def _wait_s(self, what: str, amount: int) -> float | None:
+        """Return after how many seconds that much more is within the limit; None if it is now. A
+        prompt over all of the limit passes after an idle minute."""
+        limit, own, elsewhere = self._minute(what)
+        if limit is None:
+            return None
+        now = self._clock()
         used = own.at(now) + elsewhere
-        if _is_over(limit, used, amount):
-            must_fall = min(used + amount - limit, used)
-            wait_s = own.falls_in_s(must_fall, now)
-            if elsewhere:  # where others count, the sum is taken to be spread over the minute
-                wait_s = _WINDOW_S * must_fall / used
+        if used == 0 or used + amount <= limit:
+            return None
+        must_fall = min(used + amount - limit, used)
+        if elsewhere:  # where others count, the sum is taken to be spread over the minute
+            return _WINDOW_S * must_fall / used
+        return own.falls_in_s(must_fall, now)
+
+    def _check(self, what: str, amount: int) -> None:
+        """Refuse more than the limit."""
+        wait_s = self._wait_s(what, amount)
+        if wait_s is not None:
+            limit, _, _ = self._minute(what)
             raise self._refused(what, f"{limit} {what} per minute", math.ceil(wait_s))
 
     def _refused(self, what: str, limit: str, retry_after_s: int) -> KeyLimitReached:
         self.refusals[what] += 1
         return KeyLimitReached(limit, max(retry_after_s, 1))
 
-    def _count_tokens(self, tokens: int, now: float) -> None:
+    def _count_tokens(self, tokens: int) -> None:
         if tokens:
-            self._tokens.add(tokens, now)
+            self._tokens.add(tokens, self._clock())
             self.total_tokens += tokens
-
-
-def _is_over(limit: int, used: int, amount: int) -> bool:
-    """Return whether that much more is too much; a prompt over all of the limit passes after an
-    idle minute."""
-    return used + amount > limit and used > 0
 
 
 class KeyLimits:
@@ -232,5 +219,5 @@ class KeyLimits:
         """
         reports = list(counts)
         for name, usage in self.usages.items():
-            found = [report[name] for report in reports if name in report]
-            usage.elsewhere = KeyCounts(*(sum(column) for column in zip(*found, strict=True)))
+            found = [_NOTHING, *(report[name] for report in reports if name in report)]
+            usage.elsewhere = KeyCounts(*map(sum, zip(*found, strict=True)))

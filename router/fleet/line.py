@@ -119,8 +119,8 @@ def place_of(tokens: int, arrived: float, ageing_tokens_per_s: float) -> float:
 
 
 class _Heap:
-    """The requests of one tenant and lane, by their places. Those that leave are skipped, and
-    removed now and then."""
+    """The requests of one tenant and lane by their places, or of a line by their deadlines. Those
+    that leave are skipped, and removed now and then."""
 
     __slots__ = ("_entries", "_gone")
 
@@ -320,28 +320,20 @@ class Line:
     def __init__(self, limits: LineLimits) -> None:
         self._limits = limits
         self._classes = [_Class(limits.quantum_tokens) for _ in range(limits.classes)]
-        self._deadlines: list[_Entry] = []
+        self._deadlines = _Heap()
         self._numbers = itertools.count()
         self._rate = _Rate()
         self._response_tokens = limits.response_tokens
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return sum(each.waiting for each in self._classes)
 
     @property
     def tokens(self) -> int:
-        """Return their cost together."""
         return sum(each.tokens for each in self._classes)
 
-    @property
-    def tenants(self) -> int:
-        """How many tenants it remembers."""
-        return sum(len(each.tenants) for each in self._classes)
-
     def all_waiting(self) -> list[Waiter]:
-        """All waiting requests."""
         return [
             entry[2]
             for each in self._classes
@@ -367,7 +359,7 @@ class Line:
         number = next(self._numbers)
         self._classes[waiter.priority].add(waiter, number)
         if waiter.deadline < math.inf:
-            self._keep_deadline((waiter.deadline, number, waiter))
+            self._deadlines.push((waiter.deadline, number, waiter))
         displaced = []
         while self.waiting > limits.waiting or (self.waiting > 1 and self.tokens > limits.tokens):
             lowest = next(each for each in reversed(self._classes) if each.waiting)
@@ -408,6 +400,8 @@ class Line:
         if waiter.is_waiting:
             waiter.is_waiting = False
             self._classes[waiter.priority].remove(waiter)
+            if waiter.deadline < math.inf:
+                self._deadlines.left()
 
     def ended(self, waiter: Waiter, response_tokens: int | None) -> None:
         """A request is over: if it was taken, its tenant pays the difference.
@@ -426,13 +420,9 @@ class Line:
     def expired(self, now: float) -> list[Waiter]:
         """Remove and return those whose deadline has passed."""
         found = []
-        while self._deadlines and (
-            self._deadlines[0][0] <= now or not self._deadlines[0][2].is_waiting
-        ):
-            waiter = heapq.heappop(self._deadlines)[2]
-            if waiter.is_waiting:
-                found.append(waiter)
-                self.leave(waiter)
+        while (entry := self._deadlines.first()) is not None and entry[0] <= now:
+            found.append(entry[2])
+            self.leave(entry[2])
         return found
 
     def wait_s(self, waiter: Waiter, now: float, behind_all: bool = False) -> float:
@@ -459,9 +449,3 @@ class Line:
         waiter.arrived = now
         waiter.response_tokens = round(self._response_tokens)
         waiter.tokens += waiter.response_tokens
-
-    def _keep_deadline(self, entry: _Entry) -> None:
-        heapq.heappush(self._deadlines, entry)
-        if len(self._deadlines) > 2 * self.waiting + _FEW:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].is_waiting]
-            heapq.heapify(self._deadlines)

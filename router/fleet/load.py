@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Protocol
 
 import msgspec
@@ -49,16 +48,6 @@ def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
     return ReplicaLoad(*map(sum, zip(astuple(one), astuple(other), strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStatistics:
-    """Loads by replica (only those with any), and requests since the start."""
-
-    replicas: Mapping[str, ReplicaLoad]
-    in_flight: int
-    started: int
-    retried: int
-
-
 class Follower(Protocol):
     """Follows a request at one replica."""
 
@@ -93,8 +82,7 @@ class LoadTracker:
         dp_rank: int | None = None,
         visit: Follower | None = None,
     ) -> InFlight:
-        """A request is about to be sent; call `InFlight.ended` when it is over, or use the result
-        in a `with` statement.
+        """A request is about to be sent; call `InFlight.ended` when it is over.
 
         Args:
             dp_rank: The rank that gets it; None if the engine chooses.
@@ -117,6 +105,10 @@ class LoadTracker:
         found = self.books.loads_of_ranks(replica_id, dp_ranks)
         return [ReplicaLoad(*load) for load in found]
 
+    def requests_by_rank(self, replica_id: str, dp_ranks: Sequence[int]) -> dict[int, int]:
+        loads = self.loads_of_ranks(replica_id, dp_ranks)
+        return {rank: load.requests for rank, load in zip(dp_ranks, loads, strict=True)}
+
     # What other routers have in flight.
 
     def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
@@ -137,10 +129,6 @@ class LoadTracker:
     def others_at(self, replica_id: str) -> ReplicaLoad:
         """Return other routers' load at a replica."""
         return ReplicaLoad(*self.books.others_at(replica_id))
-
-    def statistics(self) -> LoadStatistics:
-        replicas = {place: load for place, dp_rank, load in self.places() if dp_rank is None}
-        return LoadStatistics(replicas, *self.books.counts())
 
     @contextlib.contextmanager
     def tokenizing(self, replica_id: str) -> Iterator[None]:
@@ -194,14 +182,3 @@ class InFlight:
         """The request is over, whether it succeeded or not."""
         if self._flight.ended() and self._visit is not None:
             self._visit.ended()
-
-    def __enter__(self) -> InFlight:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.ended()

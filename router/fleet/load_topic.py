@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -79,44 +80,17 @@ def whole_load(stats: Mapping[int, LoadStat]) -> EngineLoad:
     )
 
 
-class LoadTopics:
-    """The sockets of all replicas. Belongs to one event loop; `close` it at the end."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[Any] | None = None
-
-    def connection(self, topic: LoadTopic, limits: SocketLimits) -> SocketConnection:
-        """A connection to a rank's socket, not open yet."""
-        if self._context is None:
-            self._context = zmq.Context()
-        return SocketConnection(
-            self._context, zmq.SUB, topic.endpoint, limits, topic.topic.encode()
-        )
-
-    def close(self) -> None:
-        """Follow nothing any more."""
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
-
-
+@dataclass(eq=False, repr=False)
 class LoadFollower:
-    """Follows one replica's published load.
+    """Follows one replica's published load. Belongs to one event loop."""
 
-    Args:
-        allows: Returns whether an address may be connected to; None: every address.
-    """
+    _context: zmq.Context[Any]
+    _clock: Callable[[], float]
+    _allows: Callable[[str], bool] | None
 
-    def __init__(
-        self,
-        topics: LoadTopics,
-        clock: Callable[[], float],
-        allows: Callable[[str], bool] | None,
-    ) -> None:
-        self._topics = topics
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._limits = SocketLimits(
-            message_bytes=MAX_MESSAGE_BYTES, queue_messages=_QUEUE_MESSAGES, allows=allows
+            message_bytes=MAX_MESSAGE_BYTES, queue_messages=_QUEUE_MESSAGES, allows=self._allows
         )
         self._followed: tuple[LoadTopic, ...] = ()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -162,13 +136,15 @@ class LoadFollower:
 
     async def _follow(self, topic: LoadTopic, take: Callable[[EngineLoad], None] | None) -> None:
         while True:
-            connection = self._topics.connection(topic, self._limits)
+            connection = SocketConnection(
+                self._context, zmq.SUB, topic.endpoint, self._limits, topic.topic.encode()
+            )
             try:
                 await connection.open()
                 while not connection.is_down:
                     if self._read(topic.dp_rank, connection) and take is not None:
                         take(whole_load({rank: stat for rank, (_, stat) in self._latest.items()}))
-                    await connection.wait(_LONGEST_WAIT_S)
+                    await connection.wake_up.wait(_LONGEST_WAIT_S)
             except KVEventsError:
                 pass  # it may come later; until then its metrics are asked
             finally:

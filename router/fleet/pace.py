@@ -4,22 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from router.config.health import HealthConfig
+from router.config.watch import HealthConfig
 
 QUIET_AFTER = 5
 """Intervals without a request that count as quiet."""
 _WAKES = 8
 """Times in one quiet interval at which replicas are looked at, however many they are."""
-
-
-class Traffic(NamedTuple):
-    """Holds the clients' traffic."""
-
-    asked: int
-    """Decisions and requests since the start."""
-    in_flight: int
 
 
 class Pace:
@@ -58,14 +49,16 @@ class Pace:
         finds the CPU's caches cold, and costs more than what it is for."""
         return at - (at - self._began) % (interval_s / _WAKES) if self.is_quiet else at
 
-    def look(self, traffic: Traffic) -> bool:
+    def look(self, asked: int, in_flight: int) -> bool:
         """Learn whether requests have come since the last call.
 
+        Args:
+            asked: Decisions and requests since the start.
         Returns:
             True at the first requests after a quiet time: look at all replicas now.
         """
         was_quiet = self.is_quiet
-        if traffic.asked != self._asked or traffic.in_flight:
-            self._asked = traffic.asked
+        if asked != self._asked or in_flight:
+            self._asked = asked
             self._quiet_from = self._clock() + QUIET_AFTER * self._config.interval_s
         return was_quiet and not self.is_quiet

@@ -12,13 +12,13 @@ import asyncio
 import math
 import re
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from async_timeout import timeout
 from typing_extensions import override
 
 from kvevents.lookups import addresses
+from router._core import BodyReader, read_response_head
 from router.config.origin import KEPT_S, Allows, Header, Origin, Timeouts
 from router.fleet.client import TARGET, UpstreamClient
 from router.fleet.client_errors import (
@@ -29,11 +29,9 @@ from router.fleet.client_errors import (
     UpstreamError,
 )
 
-if TYPE_CHECKING:
-    from router._core import BodyReader
-
 _SWEEPS = 4
 """Looks at unused connections in the time that one is kept."""
+_CLOSED = "closed the connection before its response"
 _LINE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 _Answer: TypeAlias = "asyncio.Future[tuple[int, bytes]]"
 _Place: TypeAlias = tuple[str, "Allows | None"]
@@ -101,10 +99,7 @@ class ProbeFetch:
         self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
     ) -> tuple[int, bytes]:
         phases = Timeouts(timeout_s, timeout_s, timeout_s)
-        status, _, body = await self._client.fetch(
-            origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
-        )
-        return status, body
+        return await self._client.fetch(origin, path.encode("ascii"), phases, max_bytes, headers)
 
     async def _connect(self, origin: Origin, address: str) -> _Connection:
         create = asyncio.get_running_loop().create_connection
@@ -147,8 +142,6 @@ class _Connection(asyncio.Protocol):
     """One connection, for one request after the other."""
 
     def __init__(self) -> None:
-        core = import_module("router._core")
-        self._read_head, self._new_body = core.read_response_head, core.BodyReader
         self._transport: Any = None
         self._answer: _Answer | None = None
         self._origin: Origin | None = None
@@ -171,7 +164,7 @@ class _Connection(asyncio.Protocol):
         """
         self._no_longer_kept()
         if self._transport.is_closing():
-            raise KeptConnectionClosed(_closed(origin))
+            raise KeptConnectionClosed(f"{origin}: {_CLOSED}")
         self._begin(max_bytes)
         self._origin, self.is_reusable = origin, False
         answer: _Answer = asyncio.get_running_loop().create_future()
@@ -188,7 +181,6 @@ class _Connection(asyncio.Protocol):
         self.kept_until = asyncio.get_running_loop().time() + KEPT_S
 
     def close(self) -> None:
-        """Close it at once."""
         self._no_longer_kept()
         self._transport.abort()
 
@@ -220,27 +212,25 @@ class _Connection(asyncio.Protocol):
         if self._body is not None and self._until_close and error is None:
             self._succeed()
         elif self._body is not None or self._unread:
-            rule = "the connection was closed before the end of the response"
-            self._fail(ResponseBroken(f"{self._origin}: {rule}"))
+            self._fail(ResponseBroken, "the connection was closed before the end of the response")
         else:
-            kind = KeptConnectionClosed if self._was_used else ClosedBeforeResponse
-            self._fail(kind(_closed(self._origin)))
+            self._fail(KeptConnectionClosed if self._was_used else ClosedBeforeResponse, _CLOSED)
 
     def _take_head(self, data: bytes) -> bytes:
         """Read the head, without interim responses before it; return what is behind it."""
         while self._body is None:
-            head = self._read_head(data)
+            head = read_response_head(data)
             if head is None:
                 self._unread = data
                 return b""
             if not isinstance(head, dict):
-                self._fail(ResponseBroken(f"{self._origin}: the response is not HTTP"))
+                self._fail(ResponseBroken, "the response is not HTTP")
                 return b""
             data = data[head["used"] :]
             if head["status"] >= 200:
                 self._status, self.is_reusable = head["status"], head["keeps_alive"]
                 self._until_close = head["framing"] == "until_close"
-                self._body = self._new_body(head["framing"], head["length"])
+                self._body = BodyReader(head["framing"], head["length"])
         return data
 
     def _take_body(self, body: BodyReader, data: bytes) -> None:
@@ -248,11 +238,10 @@ class _Connection(asyncio.Protocol):
             used, payload, _, is_bad = body.next(data)
             self._content.append(payload)
             if is_bad:
-                self._fail(ResponseBroken(f"{self._origin}: the response is not HTTP"))
+                self._fail(ResponseBroken, "the response is not HTTP")
                 return
             if body.payload_bytes > self._max_bytes:
-                rule = f"response longer than max_bytes {self._max_bytes}"
-                self._fail(ResponseTooLarge(f"{self._origin}: {rule}"))
+                self._fail(ResponseTooLarge, f"response longer than max_bytes {self._max_bytes}")
                 return
             data = data[used:]
             if not data:
@@ -265,13 +254,9 @@ class _Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_result((self._status, b"".join(self._content)))
 
-    def _fail(self, error: UpstreamError) -> None:
+    def _fail(self, kind: type[UpstreamError], rule: str) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-
-
-def _closed(origin: Origin | None) -> str:
-    return f"{origin}: closed the connection before its response"
+            self._answer.set_exception(kind(f"{self._origin}: {rule}"))
 
 
 def _request(origin: Origin, path: str, headers: Sequence[Header]) -> bytes:

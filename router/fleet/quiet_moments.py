@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
+
+from router._core import Placing
 
 
 @dataclass(slots=True)
@@ -20,20 +20,6 @@ class _Requests:
     others: int = 0
     """Requests of other routers, as far as they are known."""
     ended_at: float = -math.inf
-
-
-class OtherRequests(Protocol):
-    """Requests that another part sends to replicas and counts."""
-
-    def company(self, replica_id: str) -> tuple[int, int, float]:
-        """Return those under way, those begun in all, and when the last ended: seconds by the same
-        clock, or -inf."""
-
-    def begun(self) -> Mapping[str, int]:
-        """Requests begun in all at each replica."""
-
-    def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed."""
 
 
 class QuietSample(msgspec.Struct, frozen=True):
@@ -54,11 +40,11 @@ class QuietMoments:
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s = quiet_s
-        self._company: OtherRequests | None = None
+        self._company: Placing | None = None
         self._replicas: dict[str, _Requests] = {}
 
-    def count_also(self, company: OtherRequests) -> None:
-        """Count the requests of *company* as well."""
+    def count_also(self, company: Placing) -> None:
+        """Count the requests that the data plane sends by itself as well."""
         self._company = company
 
     def _met(self, replica_id: str) -> tuple[int, int, float]:

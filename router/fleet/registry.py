@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.config.health import HealthConfig
+from router.config.origin import Allows
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
 from router.fleet.gate import GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import LoadTracker
 from router.fleet.replica import Replica
-from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
+from router.fleet.types import EventSource, ReplicaState, ReplicaView, ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -68,34 +70,24 @@ class Watching(Protocol):
 
     def became_unhealthy(self, replica_id: str) -> None: ...
 
-    def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None: ...
-
     async def close(self) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaRegistry:
-    """All replicas. Belongs to one event loop.
+    """All replicas. Belongs to one event loop."""
 
-    Args:
-        watching: Ended with the registry.
-        load: Read for views.
-        gates: Makes their gates; None: every healthy replica gets requests.
-    """
+    watching: Watching
+    """Ended with the registry."""
+    health: HealthConfig
+    load: LoadTracker
+    """Read for views."""
+    clock: Callable[[], float] = time.monotonic
+    gates: GateOptions = field(default_factory=GateOptions)
+    """Bounds of their gates; without one every healthy replica gets requests."""
 
-    def __init__(
-        self,
-        watching: Watching,
-        health: HealthConfig,
-        load: LoadTracker,
-        clock: Callable[[], float] = time.monotonic,
-        gates: GateOptions | None = None,
-    ) -> None:
-        self._gates = gates or GateOptions()
-        self._watching = watching
-        self._health = health
-        self._load = load
+    def __post_init__(self) -> None:
         self._listeners: list[ReplicaListener] = []
-        self._clock = clock
         self._replicas: dict[str, Replica] = {}
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self.generation = 0
@@ -108,12 +100,10 @@ class ReplicaRegistry:
 
     # --- the operator's side ----------------------------------------------------------------------
 
-    def add(self, config: ReplicaConfig, allows: Callable[[str], bool] | None = None) -> Replica:
+    def add(self, config: ReplicaConfig, allows: Allows | None = None) -> Replica:
         """Add a replica and begin to watch it. It gets requests once a check has passed and its
         models are known.
 
-        Args:
-            allows: Returns whether an address may be connected to for it; None: every address.
         Raises:
             ReplicaExists: Its id or its URL is taken.
             BadRequest: `MAX_REPLICAS` is reached.
@@ -122,16 +112,16 @@ class ReplicaRegistry:
         if self._closed:
             raise ShuttingDown
         self._check_free(config)
-        now = self._clock()
+        now = self.clock()
         replica = Replica(
             config,
-            HealthRecord(self._health.unhealthy_after, self._health.healthy_after),
+            HealthRecord(self.health.unhealthy_after, self.health.healthy_after),
             now,
             allows,
-            ReplicaGate(self._gates, self._clock),
+            ReplicaGate(self.gates, self.clock),
         )
         self._replicas[replica.id] = replica
-        self._watching.watch(replica, self)
+        self.watching.watch(replica, self)
         logger.info("replica %s added: %s", replica.id, replica.origin)
         self._announce_configured(replica)
         return replica
@@ -156,7 +146,7 @@ class ReplicaRegistry:
     def remove(self, replica_id: str) -> Replica:
         """Remove a replica; requests that run there continue. Raises `UnknownReplica`."""
         replica = self.get(replica_id)
-        self._watching.leave(replica_id)
+        self.watching.leave(replica_id)
         del self._replicas[replica_id]
         replica.removed = True
         self._index_models()
@@ -169,7 +159,7 @@ class ReplicaRegistry:
     async def close(self) -> None:
         """Stop watching, and return when every task has ended. The replicas stay listed."""
         self._closed = True
-        await self._watching.close()
+        await self.watching.close()
 
     # --- the router's side ------------------------------------------------------------------------
 
@@ -193,7 +183,7 @@ class ReplicaRegistry:
         more does it no harm."""
         replica = self._replicas.get(replica_id)
         return replica is not None and replica.is_at_ease(
-            self._load.look_at(replica_id), self._clock(), self._health.engine_load_stale_after_s
+            self.load.look_at(replica_id), self.clock(), self.health.engine_load_stale_after_s
         )
 
     def replicas(self) -> tuple[Replica, ...]:
@@ -207,7 +197,7 @@ class ReplicaRegistry:
     @property
     def backs_off(self) -> bool:
         """Return whether replicas that ask for it are left alone."""
-        return self._gates.max_back_off_s > 0
+        return self.gates.max_back_off_s > 0
 
     @property
     def undiscovered(self) -> int:
@@ -221,9 +211,10 @@ class ReplicaRegistry:
         ]
         if len(unknown) == len(self._replicas):
             return len(unknown)
-        waits_since = self._clock() - self._health.ready_wait_s
+        waits_since = self.clock() - self.health.ready_wait_s
         return sum(
-            replica.record.health is not Health.UNHEALTHY or replica.health_since >= waits_since
+            replica.record.health is not ReplicaState.UNHEALTHY
+            or replica.health_since >= waits_since
             for replica in unknown
         )
 
@@ -252,7 +243,7 @@ class ReplicaRegistry:
         replica.look_at_gate()
         if replica.record.request_failed(why):
             self._became_unhealthy(replica, before)
-        self._watching.check_soon(replica_id)
+        self.watching.check_soon(replica_id)
 
     def report_served(self, replica_id: str) -> None:
         """A request got a response there, even a 4xx."""
@@ -262,7 +253,6 @@ class ReplicaRegistry:
             replica.gate.answered()
 
     def report_sent(self, replica_id: str) -> None:
-        """A request is sent there."""
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.gate.sent()
@@ -283,22 +273,29 @@ class ReplicaRegistry:
         """Another router found it unhealthy: check it now, and believe the check if it fails."""
         replica = self._replicas.get(replica_id)
         if replica is not None and replica.record.mark_suspect():
-            self._watching.check_soon(replica_id)
+            self.watching.check_soon(replica_id)
 
     def others_reported(self, replica_ids: Iterable[str], within_s: float) -> None:
         """Other routers have published their load at these replicas, and the load tracker has it.
 
         Args:
             replica_ids: Unknown ones are left out.
-            within_s: The delay of their reports.
+            within_s: The delay of their reports: what an engine counted longer ago is not among
+                them.
         """
-        self._watching.others_reported(replica_ids, within_s)
+        for replica in filter(None, map(self._replicas.get, replica_ids)):
+            counted = replica.engine_load
+            if counted is None or not replica.foreign_requests:
+                continue
+            if self.clock() - replica.engine_load_at <= within_s:
+                own = self.load.look_at(replica.id).requests
+                replica.claim(own, self.load.requests_by_rank(replica.id, counted.dp_ranks))
 
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""
-        now = self._clock()
+        now = self.clock()
         return tuple(
-            replica.view(self._load.load_of(replica.id), now, self._load.others_at(replica.id))
+            replica.view(self.load.load_of(replica.id), now, self.load.others_at(replica.id))
             for replica in self._replicas.values()
         )
 
@@ -312,7 +309,7 @@ class ReplicaRegistry:
             if replica.record.check_passed():
                 self._became_healthy(replica, before)
             return
-        now = self._clock()
+        now = self.clock()
         since = replica.checks_fail_since = replica.checks_fail_since or now
         if replica.record.check_failed(error):
             self._became_unhealthy(replica, before)
@@ -366,16 +363,16 @@ class ReplicaRegistry:
         return replica
 
     def _became_healthy(self, replica: Replica, before: ReplicaState) -> None:
-        replica.health_since = self._clock()
+        replica.health_since = self.clock()
         if any(other.is_healthy for other in self._replicas.values() if other is not replica):
             replica.gate.start_slowly()
             replica.look_at_gate()
-        self._watching.became_healthy(replica.id)
+        self.watching.became_healthy(replica.id)
         self._announce_state(replica, before, "the check passed")
 
     def _became_unhealthy(self, replica: Replica, before: ReplicaState) -> None:
-        replica.health_since = self._clock()
-        self._watching.became_unhealthy(replica.id)
+        replica.health_since = self.clock()
+        self.watching.became_unhealthy(replica.id)
         self._announce_state(replica, before, replica.record.last_error or "")
 
     def _announce_state(self, replica: Replica, before: ReplicaState, why: str) -> None:

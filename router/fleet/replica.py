@@ -7,16 +7,16 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from router.config.origin import Header
+from router.config.origin import Allows, Header
 from router.config.replica import ReplicaConfig, key_bytes
-from router.config.rules import PriorityOrder
+from router.config.section import PriorityOrder
 from router.config.values import reachable
 from router.fleet.engine_load import EngineLoad
 from router.fleet.gate import AT_LIMIT, GateOptions, ReplicaGate
 from router.fleet.health import HealthRecord
 from router.fleet.load import ReplicaLoad
 from router.fleet.self_description import ServerInfo
-from router.fleet.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
+from router.fleet.types import EventSource, ReplicaState, ReplicaView, ServedModels
 from router.index.base import SourceId
 
 
@@ -26,7 +26,6 @@ class Replica:
     Args:
         record: Its health, still unknown.
         now: On the registry's clock.
-        allows: Returns whether an address may be connected to for it; None: every address.
         gate: Decides whether it may get requests; None: always.
     """
 
@@ -35,7 +34,7 @@ class Replica:
         config: ReplicaConfig,
         record: HealthRecord,
         now: float,
-        allows: Callable[[str], bool] | None = None,
+        allows: Allows | None = None,
         gate: ReplicaGate | None = None,
     ) -> None:
         self.config = config
@@ -71,14 +70,13 @@ class Replica:
         self.checks_fail_since: float | None = None
         """The end of the first of the checks that have failed in a row."""
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
-        self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
         record.on_changed = self.gate.on_changed = self._notify
 
     def look_at_gate(self) -> None:
         """Check the gate, if it is watching or something has happened: most replicas need no check
         for each request."""
-        self._is_open = self._max_requests is None and not self.gate.is_watching
+        self._is_open = self.config.max_concurrent_requests is None and not self.gate.is_watching
 
     @property
     def draining(self) -> bool:
@@ -95,7 +93,6 @@ class Replica:
         sources must be the same."""
         self.config = config
         self.headers = _authorization(config)
-        self._max_requests = config.max_concurrent_requests
         self.look_at_gate()
         self._notify()
 
@@ -133,7 +130,7 @@ class Replica:
     @property
     def state(self) -> ReplicaState:
         """Its health, or that it is draining."""
-        return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
+        return ReplicaState.DRAINING if self.draining else self.record.health
 
     def cache_at(self, dp_rank: int | None) -> SourceId:
         """The cache whose hit a candidate of this replica stands for.
@@ -144,19 +141,9 @@ class Replica:
         return self.cache if dp_rank is None else SourceId(self.id, dp_rank)
 
     @property
-    def cache_blocks(self) -> int | None:
-        """Blocks on the GPU of each rank, by its metrics; None: unknown."""
-        return None if self.engine_load is None else self.engine_load.cache_blocks
-
-    @property
-    def cache_tokens(self) -> int | None:
-        """Tokens that fit on the GPU of each rank, by its metrics; None: unknown."""
-        return None if self.engine_load is None else self.engine_load.cache_tokens
-
-    @property
     def is_healthy(self) -> bool:
         """Return whether checks and requests succeed, draining or not."""
-        return self.record.health is Health.HEALTHY
+        return self.record.health is ReplicaState.HEALTHY
 
     def is_of(self, owner: str) -> bool:
         """Return whether it is an engine of some kind, by the owner of its models.
@@ -228,14 +215,15 @@ class Replica:
         Args:
             is_new: True if the request can wait for room. One that failed elsewhere has waited.
         """
-        if self.record.health is not Health.HEALTHY:
+        if self.record.health is not ReplicaState.HEALTHY:
             return "not healthy"
         if self.draining:
             return "draining"
         if self._is_open:
             return None
         self.look_at_gate()
-        if self._max_requests is not None and load.requests >= self._max_requests:
+        most = self.config.max_concurrent_requests
+        if most is not None and load.requests >= most:
             return AT_LIMIT
         shut = self.gate.shut(tenant)
         if shut is not None or not is_new:
@@ -288,7 +276,7 @@ class Replica:
             breaker=self.gate.breaker.value,
             times_opened=self.gate.opened,
             times_told_off=self.gate.times_busy,
-            backs_off_s=self.gate.backs_off_s,
+            backs_off_s=self.gate.backs_off_s(),
             slow_start=self.gate.speed,
         )
 

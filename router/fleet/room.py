@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Annotated, NamedTuple
 
@@ -58,25 +58,17 @@ class RoomListener(NamedTuple):
     refused: Callable[[str, int, str], object] = lambda _model, _priority, _why: None
 
 
+@dataclass(eq=False, repr=False)
 class WaitingRoom:
     """Lets requests start as there is room for them. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        limits: LineLimits,
-        listener: RoomListener | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        random: Random | None = None,
-    ) -> None:
-        """
-        Args:
-            listener: Receives the outcomes of requests.
-            random: Spreads the times at which clients are to come back.
-        """
-        self._limits = limits
-        self._listener = listener or RoomListener()
-        self.clock = clock
-        self._random = (random or Random()).random
+    limits: LineLimits
+    listener: RoomListener = field(default_factory=RoomListener)
+    clock: Callable[[], float] = time.monotonic
+    random: Random = field(default_factory=Random)
+    """Spreads the times at which clients are to come back."""
+
+    def __post_init__(self) -> None:
         self.on_turned: Callable[[], object] = lambda: None
         """Called when a first request waits, and when none waits any more."""
         self._lines: OrderedDict[str, Line] = OrderedDict()
@@ -98,24 +90,23 @@ class WaitingRoom:
         line = waiter.line = self._line(model)
         if is_room and not line.waiting:
             line.pass_by(waiter, now)
-            self._listener.started(model, waiter.priority, 0.0)
+            self.listener.started(model, waiter.priority, 0.0)
             return True
         if line.wait_s(waiter, now) > waiter.deadline - now:
-            self._listener.refused(model, waiter.priority, NoTurn.LATE)
-            raise self._timeout(model, line, waiter, now)
+            self.listener.refused(model, waiter.priority, NoTurn.LATE)
+            raise self._timeout(line, waiter, now)
         displaced = line.put(waiter, now)
         self._count()
-        self._displace(model, line, displaced, waiter)
+        self._displace(line, displaced, waiter)
         if waiter in displaced:
             # Made here: an error in a variable would keep its own frames, and the request, alive.
-            raise self._full(model, line, waiter, now)
+            raise self._full(line, waiter, now)
         self._let_in()
         self._look_later()
         return False
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no request waits."""
         return not self._waiting
 
     def passed(self, waiter: Waiter) -> None:
@@ -126,7 +117,7 @@ class WaitingRoom:
 
     def count_passed(self, waiter: Waiter) -> None:
         """Count such a request as one that did not wait, once it is known to stay elsewhere."""
-        self._listener.started(waiter.model, waiter.priority, 0.0)
+        self.listener.started(waiter.model, waiter.priority, 0.0)
 
     def over(self, waiter: Waiter, response_tokens: int | None = None) -> None:
         """A request has ended, whether it had its turn or still waited."""
@@ -134,7 +125,7 @@ class WaitingRoom:
         if line is not None and waiter.is_waiting:
             line.leave(waiter)
             self._count()
-            self._listener.refused(waiter.model, waiter.priority, NoTurn.CLIENT_LEFT)
+            self.listener.refused(waiter.model, waiter.priority, NoTurn.CLIENT_LEFT)
         elif line is not None:
             line.ended(waiter, response_tokens)
         waiter.let_go()
@@ -145,10 +136,10 @@ class WaitingRoom:
         if not self._waiting:
             return
         now = self.clock()
-        for model, line in list(self._lines.items()):
+        for line in list(self._lines.values()):
             expired = line.expired(now)
             self._count()
-            late = [(waiter, self._timeout(model, line, waiter, now)) for waiter in expired]
+            late = [(waiter, self._timeout(line, waiter, now)) for waiter in expired]
             self._refuse(NoTurn.TIMEOUT, late)
         self._let_in()
 
@@ -173,7 +164,7 @@ class WaitingRoom:
     def _line(self, model: str) -> Line:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = Line(self._limits)
+            line = self._lines[model] = Line(self.limits)
         return line
 
     def _let_in(self) -> None:
@@ -194,19 +185,17 @@ class WaitingRoom:
             if waiter is not None:
                 self._lines.move_to_end(model)
                 self._count()
-                self._listener.started(model, waiter.priority, now - waiter.arrived)
+                self.listener.started(model, waiter.priority, now - waiter.arrived)
                 waiter.start()
                 return True
         return False
 
-    def _displace(
-        self, model: str, line: Line, displaced: Sequence[Waiter], newest: Waiter
-    ) -> None:
+    def _displace(self, line: Line, displaced: Sequence[Waiter], newest: Waiter) -> None:
         now = self.clock()
         if newest in displaced:
-            self._listener.refused(model, newest.priority, NoTurn.FULL)
+            self.listener.refused(newest.model, newest.priority, NoTurn.FULL)
         others = [waiter for waiter in displaced if waiter is not newest]
-        full = [(waiter, self._full(model, line, waiter, now)) for waiter in others]
+        full = [(waiter, self._full(line, waiter, now)) for waiter in others]
         self._refuse(NoTurn.FULL, full)
 
     def _refuse(self, why: str, refused: Sequence[tuple[Waiter, RequestError]]) -> None:
@@ -214,18 +203,18 @@ class WaitingRoom:
         with ExitStack() as refusing:
             for waiter, error in reversed(refused):
                 refusing.callback(waiter.refuse, error)
-                refusing.callback(self._listener.refused, waiter.model, waiter.priority, why)
+                refusing.callback(self.listener.refused, waiter.model, waiter.priority, why)
 
-    def _full(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueFull:
+    def _full(self, line: Line, waiter: Waiter, now: float) -> QueueFull:
         wait_s = line.wait_s(waiter, now, behind_all=True)
-        return QueueFull(model, line.waiting, self._retry_after_s(wait_s))
+        return QueueFull(waiter.model, line.waiting, self._retry_after_s(wait_s))
 
-    def _timeout(self, model: str, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
-        retry_after_s = self._retry_after_s(line.wait_s(waiter, now))
-        return QueueTimeout(model, line.waiting, retry_after_s)
+    def _timeout(self, line: Line, waiter: Waiter, now: float) -> QueueTimeout:
+        wait_s = line.wait_s(waiter, now)
+        return QueueTimeout(waiter.model, line.waiting, self._retry_after_s(wait_s))
 
     def _retry_after_s(self, wait_s: float) -> int:
-        spread = 1 + _SPREAD * self._random()
+        spread = 1 + _SPREAD * self.random.random()
         return min(max(math.ceil(wait_s * spread), 1), MAX_RETRY_AFTER_S)
 
     def _count(self) -> None:

@@ -25,14 +25,14 @@ the flag that it was started with, `kv_events_config`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from kvevents.errors import UNREADABLE
-from router.config.rules import PriorityOrder
+from router.config.section import PriorityOrder
 from router.config.values import is_endpoint, is_local_endpoint, is_local_host, reachable
 from router.errors import InvalidReplicaResponse
 from router.fleet.load_topic import LoadTopic
@@ -112,10 +112,7 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
     found: dict[str, _SourceEntry] | list[_SourceEntry] = _decode(
         SOURCES_PATH, body, dict[str, _SourceEntry] | list[_SourceEntry]
     )
-    if len(found) > MAX_RANKS:
-        raise InvalidReplicaResponse(
-            SOURCES_PATH, f"{len(found)} ranks; at most {MAX_RANKS} are taken"
-        )
+    _expect_at_most(MAX_RANKS, SOURCES_PATH, len(found), "{} ranks")
     entries = found.items() if isinstance(found, dict) else _numbered(found)
     sources = [_source(rank, entry, host) for rank, entry in entries if entry.publisher == "zmq"]
     sources.sort(key=lambda source: source.dp_rank)
@@ -180,16 +177,13 @@ def parse_models(body: bytes) -> ServedModels:
         InvalidReplicaResponse: The body has another form, or names no base model.
     """
     listed: _Models = _decode(MODELS_PATH, body, _Models)
-    if len(listed.data) > MAX_MODELS:
-        raise InvalidReplicaResponse(
-            MODELS_PATH, f"{len(listed.data)} models; at most {MAX_MODELS} are taken"
-        )
+    _expect_at_most(MAX_MODELS, MODELS_PATH, len(listed.data), "{} models")
     for index, model in enumerate(listed.data):
         if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
             raise InvalidReplicaResponse(
                 f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters"
             )
-    models = _unique(model.id for model in listed.data if not model.parent)
+    models = tuple(dict.fromkeys(model.id for model in listed.data if not model.parent))
     if not models:
         raise InvalidReplicaResponse(MODELS_PATH, "no base model; there must be one")
     adapters = {
@@ -214,6 +208,12 @@ def _decode(place: str, body: bytes, kind: Any) -> Any:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
         raise InvalidReplicaResponse(place, f"cannot be read: {str(error)[:200]}") from None
+
+
+def _expect_at_most(most: int, place: str, count: int, shown: str) -> None:
+    if count > most:
+        found = shown.format(count)
+        raise InvalidReplicaResponse(place, f"{found}; at most {most} are taken")
 
 
 def _numbered(entries: list[_SourceEntry]) -> Iterator[tuple[str, _SourceEntry]]:
@@ -254,9 +254,8 @@ def _sglang_entry(publisher: _SglangPublisher, rank: int) -> _SourceEntry:
 def _load_topic(
     place: str, rank: int, base: int, publisher: _SglangPublisher, host: str
 ) -> LoadTopic:
-    if len(publisher.load_topic) > MAX_TOPIC_CHARS:
-        found = f"load_topic of {len(publisher.load_topic)} characters"
-        raise InvalidReplicaResponse(place, f"{found}; at most {MAX_TOPIC_CHARS} are taken")
+    length = len(publisher.load_topic)
+    _expect_at_most(MAX_TOPIC_CHARS, place, length, "load_topic of {} characters")
     if base < 1:
         raise InvalidReplicaResponse(place, f"load_endpoint_port_base {base}; must be above 0")
     # This socket is always bound, to a wildcard.
@@ -265,10 +264,7 @@ def _load_topic(
 
 
 def _checked(place: str, rank: int, entry: _SourceEntry, host: str) -> EventSource:
-    if len(entry.topic) > MAX_TOPIC_CHARS:
-        raise InvalidReplicaResponse(
-            place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
-        )
+    _expect_at_most(MAX_TOPIC_CHARS, place, len(entry.topic), "topic of {} characters")
     replay, snapshots = entry.replay_endpoint, entry.snapshot_endpoint
     return EventSource(
         rank,
@@ -292,7 +288,3 @@ def _address(place: str, endpoint: str, host: str) -> str:
             " replicas[].kv_events may name such an address",
         )
     return reachable(endpoint, host)
-
-
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from kvevents.field_docs import counter, flag, gauge
-from router.config.rules import Role
+from router.config.section import Role
 from router.fleet.engine_load import EngineLoad
 from router.fleet.load import ReplicaLoad
 
 
-class Health(Enum):
-    """The health of a replica by its checks and requests."""
+class ReplicaState(Enum):
+    """The health of a replica by its checks and requests, or that it is draining."""
 
     STARTING = "starting"
     """Added, and no check has passed yet."""
-    HEALTHY = "healthy"
-    UNHEALTHY = "unhealthy"
-
-
-class ReplicaState(Enum):
-    """The health of a replica, or that it is draining."""
-
-    STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"
@@ -54,6 +46,20 @@ class ServedModels(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     """(LoRA adapter, the model it adapts)."""
+
+
+SharedCount = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number that routers publish to each other."""
+
+
+class KeyCounts(NamedTuple):
+    """Holds the counts of one key at one router, as it publishes them."""
+
+    requests: SharedCount
+    """Requests of the last minute."""
+    tokens: SharedCount
+    """Tokens of the last minute, of prompts and of responses."""
+    in_flight: SharedCount
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

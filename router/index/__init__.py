@@ -15,7 +15,6 @@ The files; each imports only what is listed above it:
     hash_finder.py     which hash function an engine uses
     layout_learner.py  the cache layout: configured, and learned from events
     prompt.py          a prompt under every key and hash that some source may know it by
-    core_values.py     layouts, events and secrets as the core takes them
     sources.py         the state of one source outside the core; that of an index as records
     index.py           all sources of one model
     mirror_types.py    what goes into a mirror and comes out

@@ -25,7 +25,7 @@ class SourceId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceLimits:
-    """Bounds on one source's memory."""
+    """Bounds on one source's memory, in the core's order."""
 
     blocks: int = 4_194_304
     """Distinct (group, hash) held in one tier: a full one takes nothing from the others."""
@@ -52,7 +52,6 @@ def pack_keys(keys: Sequence[int]) -> bytes:
 
 
 def unpack_keys(packed: bytes) -> list[int]:
-    """Unpack what `pack_keys` packed."""
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 

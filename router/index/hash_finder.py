@@ -6,7 +6,8 @@ as the engine would hash it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,19 +87,19 @@ class HashFinder:
         spellings: Iterable[Sequence[ExtraKeys]],
         hash_block_size: int,
         lookahead: int,
-        held: Container[BlockHash],
+        holds: Callable[[BlockHash], bool],
     ) -> None:
-        """Try every known chain on a prompt: is one of its blocks among those held?
+        """Try every known chain on a prompt: is one of its blocks held?
 
         Args:
-            spellings: From `extra_keys.spellings`.
+            spellings: From `prompt.spellings`.
             lookahead: Tokens behind a block that its hash covers too.
         """
         longest = min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY)
         tokens = token_ids[: longest + lookahead]
 
         def is_held(hashes: list[BlockHash]) -> bool:
-            return any(found in held for found in hashes)
+            return any(map(holds, hashes))
 
         for extra_keys in spellings:
             if self.chain is None:
@@ -112,19 +113,15 @@ class HashFinder:
         is_right: Callable[[list[BlockHash]], bool],
         extra_keys: Sequence[ExtraKeys] = (),
     ) -> None:
-        for chain in self._known_chains():
+        for algorithm, seed in itertools.product(hash_algorithms(), self._seeds):
             if not self.may_find:
                 return
+            chain = HashChain.from_seed(algorithm, seed)
             digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
             self._effort += (len(digests) + 1) * (step + lookahead)
             if is_right([*digests, *map(to_wire_int, digests)]):
                 self.chain = chain
                 return
-
-    def _known_chains(self) -> Iterator[HashChain]:
-        for algorithm in hash_algorithms():
-            for seed in self._seeds:
-                yield HashChain.from_seed(algorithm, seed)
 
 
 @dataclass(frozen=True, slots=True)

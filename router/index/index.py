@@ -13,13 +13,15 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, EventBatch
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.sealing import held_key
 from router._core import Core, HitMap, SharedIndex
 from router.index.base import (
@@ -33,12 +35,10 @@ from router.index.base import (
     SourceStatistics,
     group_hits,
 )
-from router.index.core_values import canonical, key_drawn_from
 from router.index.hash_finder import HashFinder, HashForm
 from router.index.layout_learner import LayoutHints, LayoutLearner
 from router.index.prompt import Computed, HashedPrompt
 from router.index.sources import (
-    HeldHashes,
     IndexRecord,
     KnownSource,
     SharedStore,
@@ -71,7 +71,7 @@ class PrefixIndex:
             secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
         self.limits = limits or SourceLimits()
-        drawn = secrets.token_bytes(16) if secret is None else key_drawn_from(secret)
+        drawn = secrets.token_bytes(16) if secret is None else _drawn_from(secret)
         self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
         self._stores: dict[str, SharedStore] = {}
@@ -88,17 +88,7 @@ class PrefixIndex:
         """True if blocks of dropped sources are left, which no prompt finds."""
 
     def _new_core(self) -> Core:
-        limits, (point, fold) = self.limits, self._secrets
-        bounds = [
-            limits.blocks,
-            limits.tiers,
-            limits.waiting_runs,
-            limits.waiting_tokens,
-            limits.waiting_batches,
-            limits.forgotten,
-            limits.cleared_at_once,
-        ]
-        return Core(point, fold, bounds, NO_HIT, ApplyResult)
+        return Core(*self._secrets, astuple(self.limits), NO_HIT, ApplyResult)
 
     def number_of(self, source: SourceId) -> int:
         """Return what names a source in the core for good, also before it is added and after it was
@@ -150,7 +140,6 @@ class PrefixIndex:
         )
 
     def _drop_unread_stores(self) -> None:
-        """Drop the stores that no source reads."""
         if not self._stores:
             return
         read = {store.name for known in self._sources.values() for store in known.stores}
@@ -217,7 +206,7 @@ class PrefixIndex:
         known.publish_layout(self.core)
         has_chain = known.finder.chain is not None
         self.core.note(known.slot, has_chain, is_announced, False)
-        events = [canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
+        events = [_canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
         opaque = [number for number, event in enumerate(events) if known.is_opaque(event)]
         payload = encode(EventBatch(batch.ts, events))
         done = self.core.apply_reported(known.slot, payload, True, opaque)
@@ -447,9 +436,9 @@ class PrefixIndex:
             return []
         step = layout.hash_block_size
         if known.unplaced and finder.may_find:
-            held = HeldHashes(self.core, slot)
+            holds = partial(self.core.holds_hash, slot)
             spellings = prompt.spellings(step)
-            finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, held)
+            finder.try_prompt(prompt.token_ids, spellings, step, known.learner.lookahead, holds)
             self.core.note(slot, finder.chain is not None, False, False)
             self._sort(source, known)
         if finder.chain is None:
@@ -519,8 +508,14 @@ class PrefixIndex:
     def _take(self, record: SourceRecord) -> None:
         self.add(record.source, record.hints)
         known = self._sources[record.source]
-        known.learner.tiers_seen = record.tiers_seen
-        known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
+        known.learner = LayoutLearner(
+            record.hints,
+            lookahead=record.lookahead,
+            announced=record.announced,
+            seen=record.seen,
+            tiers_seen=record.tiers_seen,
+            smallest_step=record.smallest_step,
+        )
         known.finder.take(record.chain)
         known.publish_layout(self.core)
         restore_state(self.core, known.slot, record.state, str(record.source))
@@ -543,4 +538,13 @@ class PrefixIndex:
         return {source: statistics_of(self.core, known) for source, known in self._sources.items()}
 
 
-# --- records --------------------------------------------------------------------------------------
+def _drawn_from(secret: bytes) -> bytes:
+    """Return 16 bytes that stand for a secret in the keys of prefixes."""
+    return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
+
+
+def _canonical(event: Event) -> Event:
+    """Return the event with its tier spelled out."""
+    assert not isinstance(event, CacheLayout)
+    tier = event.tier
+    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)

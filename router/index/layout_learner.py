@@ -137,7 +137,6 @@ class LayoutLearner:
         self._rebuild()
 
     def see_stored(self, event: BlockStored) -> None:
-        """Learn from one event."""
         lookaheads = event.lookahead_token_ids
         is_on_gpu, size = event.tier == GPU, event.tokens_per_block
         if is_on_gpu:
@@ -191,24 +190,6 @@ class LayoutLearner:
         seen = self.tiers_seen.setdefault(group, SeenGroup())
         if seen.see(kind, sliding_window, block_size):
             self._rebuild()
-
-    def restore(
-        self,
-        announced: CacheLayout | None,
-        seen: dict[int, SeenGroup],
-        smallest_step: int,
-        lookahead: int,
-    ) -> None:
-        """Restore the facts of an earlier learner.
-
-        Args:
-            announced: See the attributes for all arguments.
-            smallest_step: In tokens.
-            lookahead: In tokens.
-        """
-        self.announced, self.seen = announced, seen
-        self.smallest_step, self.lookahead = smallest_step, lookahead
-        self._rebuild()
 
     def _rebuild(self) -> None:
         try:
@@ -315,16 +296,9 @@ class LayoutLearner:
         return self.hints.groups[index] if index < len(self.hints.groups) else None
 
     def _chunk_size(self, hint: KVCacheGroup | None) -> int | None:
-        if hint and hint.attention_chunk_size:
-            return hint.attention_chunk_size
-        return next(
-            (
-                group.attention_chunk_size
-                for group in self.hints.groups
-                if group.attention_chunk_size
-            ),
-            None,
-        )
+        groups = (hint, *self.hints.groups) if hint else self.hints.groups
+        sizes = [group.attention_chunk_size for group in groups if group.attention_chunk_size]
+        return sizes[0] if sizes else None
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions, one sentence each."""

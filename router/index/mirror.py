@@ -24,6 +24,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +35,6 @@ from router.index.index import PrefixIndex
 from router.index.mirror_types import (
     ApproximateStatistics,
     ByTier,
-    CacheOutlook,
     MirrorStatistics,
     Prefilling,
 )
@@ -72,7 +72,6 @@ class Mirror:
         self.core = CoreMirror(self.books, max_keys, clock, prices, other_price, first_number)
         self._models: dict[str, int] = {}
         self._model_names: list[str] = []
-        """The names, by number."""
         self._published: dict[int, Prefilling] = {}
         self._received: dict[Prefilling, int] = {}
 
@@ -165,25 +164,19 @@ class Mirror:
         """Return the speed of a replica of this model whose own speed is 1."""
         return self.core.prefill_tokens_per_s(self.number_of_model(model))
 
-    def outlook(
-        self,
-        model: str,
-        source: SourceId,
-        capacity_blocks: int | None = None,
-        now: float | None = None,
-    ) -> CacheOutlook:
-        """Return the outlook of a cache for a new request.
+    def eviction_cost(self, model: str, source: SourceId, capacity_blocks: int | None) -> float:
+        """Return the probability that the block which a cache evicts next is used again.
 
         Args:
             source: The cache; an unknown one is idle and empty.
             capacity_blocks: Its size by the engine.
-            now: On the mirror's clock, where the caller knows it.
         """
-        now = self._clock() if now is None else now
-        (known,) = self.core.outlooks(
-            self.number_of_model(model), [self.number_of(source)], [capacity_blocks], now
+        caches, capacities = [self.number_of(source)], [capacity_blocks]
+        (outlook,) = self.core.outlooks(
+            self.number_of_model(model), caches, capacities, self._clock()
         )
-        return CacheOutlook(*known)
+        _progress_tokens, _eviction_age_s, reuse_probability, *_ = outlook
+        return reuse_probability
 
     def expected(
         self,
@@ -213,11 +206,9 @@ class Mirror:
         return self.books.cache_id(*source)
 
     def numbers_of(self, replica: str) -> list[int]:
-        """Return the numbers of all its ranks."""
         return self.books.cache_ids_of(replica)
 
     def source_of(self, number: int) -> SourceId:
-        """The cache that a number names."""
         return SourceId(*self.books.cache_of(number))
 
     def number_of_model(self, name: str) -> int:
@@ -231,31 +222,26 @@ class Mirror:
 # --- caches without events ------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class ApproximateCaches:
     """All caches that need an estimate. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        lost_since: Callable[[SourceId], float | None],
-        mirror: Mirror,
-        after_s: float = 60.0,
-        cache_tokens: int = 262_144,
-        max_keys: int = 1_048_576,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            lost_since: Returns since when the events of a source have been incomplete, on *clock*;
-                minus infinity without a stream; None: they are complete.
-            mirror: Knows the requests sent before the events were lost.
-            after_s: For how long they must have been incomplete.
-            cache_tokens: Size of a cache where the engine does not report it.
-            max_keys: Bound on the keys of all caches together.
-        """
-        self.lost_since = lost_since
-        self._clock = clock
-        self.mirror = mirror
-        self.core = Estimates(mirror.core, after_s, cache_tokens, max_keys, clock)
+    lost_since: Callable[[SourceId], float | None]
+    """Returns since when the events of a source have been incomplete, on *clock*; minus infinity
+    without a stream; None: they are complete."""
+    mirror: Mirror
+    """Knows the requests sent before the events were lost."""
+    after_s: float = 60.0
+    """For how long they must have been incomplete."""
+    cache_tokens: int = 262_144
+    """Size of a cache where the engine does not report it."""
+    max_keys: int = 1_048_576
+    """Bound on the keys of all caches together."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        bounds = self.after_s, self.cache_tokens, self.max_keys
+        self.core = Estimates(self.mirror.core, *bounds, self.clock)
 
     def visit(
         self, source: SourceId, prompts: Sequence[Sequence[int]], hit_tokens: int
@@ -275,7 +261,7 @@ class ApproximateCaches:
     def statistics(self) -> dict[SourceId, ApproximateStatistics]:
         """Return the state of the caches that an estimate stands in for now; those of others are
         dropped."""
-        now, found = self._clock(), {}
+        now, found = self.clock(), {}
         for number in self.core.caches():
             source = self.mirror.source_of(number)
             values: Any = self.core.statistics(number, self.lost_since(source), now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, TypeAlias
 
 from kvevents.field_docs import gauge
 from router.index.base import SourceId
@@ -16,23 +16,6 @@ WORTH_PUBLISHING = 256
 
 ByTier: TypeAlias = Sequence[tuple[str, int]]
 """Tokens of each lower tier or store, as in `Hit.by_tier`."""
-
-
-class CacheOutlook(NamedTuple):
-    """Holds a cache's state for a new request, besides its hit."""
-
-    progress_tokens: float = 0.0
-    """Uncached tokens in prefill there that are computed by now."""
-    eviction_age_s: float | None = None
-    """How long the block evicted next has been idle; None while it evicts nothing."""
-    reuse_probability: float = 0.0
-    """The probability that the block evicted next is used again."""
-    uncached_tokens_per_s: float = 0.0
-    """Prompt tokens it got to compute lately, per second."""
-    arrivals_per_s: float = 0.0
-    """Requests sent to it lately, per second."""
-    refill: float = 1.0
-    """The cost of bringing back what it evicts, relative to computing it."""
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,6 @@ from kvevents.hashing import ExtraKeys, encode_cbor
 from kvevents.sealing import held_key
 from router._core import Core, EngineHashes, Prompt
 from router._core import block_hashes as _block_hashes
-from router._core import pack_token_ids as _pack_token_ids
 from router.index.hash_finder import HashForm, engine_hashes
 
 _BEFORE_EXTRA_KEYS = (bytes(16), (0,))
@@ -25,15 +24,6 @@ _EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
 """Hashes in each spelling of extra keys."""
 Computed: TypeAlias = tuple[int, bool, _EngineHashes]
 """Slot, whether places learned from events do not count, and the hashes in each spelling."""
-
-
-def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
-    """The token ids of a JSON array, packed; None for anything but integers in `[0, 2**32)`.
-
-    A packed prompt costs `prepare` a copy, where a list costs a conversion of every token.
-    """
-    packed = _pack_token_ids(json_array)
-    return None if packed is None else array("I", packed)
 
 
 def written_extra_keys(algorithm: str, extra_keys: Sequence[ExtraKeys]) -> list[bytes]:

@@ -12,13 +12,22 @@ import msgspec
 from kvevents.errors import UNREADABLE
 from kvevents.events import GPU, BlockStored, CacheLayout, Event
 from kvevents.hashing import HashChain
-from kvevents.layout import KVCacheLayout
+from kvevents.layout import GroupKind, KVCacheLayout
 from router._core import Core, StateError
 from router.errors import RouterError
 from router.index.base import SourceId, SourceStatistics, WaitingStatistics
-from router.index.core_values import DIGEST_BYTES, layout_fields
 from router.index.hash_finder import HashFinder, HashForm, engine_hashes
 from router.index.layout_learner import LayoutHints, LayoutLearner, SeenGroup, TierHint
+
+_KINDS = {
+    GroupKind.FULL: 0,
+    GroupKind.SLIDING_WINDOW: 1,
+    GroupKind.CHUNKED_LOCAL: 2,
+    GroupKind.MAMBA: 3,
+    GroupKind.NOT_CACHED: 4,
+}
+"""The numbers of `GroupKind` in core/index/layout.hpp."""
+_DIGEST_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -93,7 +102,7 @@ class KnownSource:
         tokens, as_int = event.token_ids[:size], isinstance(wanted, int)
         form = HashForm(chain, layout.hash_block_size, as_int=as_int)
         first = engine_hashes(form, tokens)
-        wanted = wanted if isinstance(wanted, int) else wanted[-DIGEST_BYTES:]
+        wanted = wanted if isinstance(wanted, int) else wanted[-_DIGEST_BYTES:]
         return bool(first) and first[-1] != wanted
 
     def publish_layout(self, core: Core) -> None:
@@ -115,15 +124,29 @@ class KnownSource:
             core.set_layout(self.slot, fields, is_announced, learner.lookahead)
 
 
-class HeldHashes:
-    """The hashes that a source holds."""
+def layout_fields(layout: KVCacheLayout) -> tuple[Any, ...]:
+    groups = [
+        (
+            _KINDS[group.kind],
+            group.block_size,
+            _size_or_none(group.sliding_window),
+            _size_or_none(group.attention_chunk_size),
+            index in layout.eagle,
+        )
+        for index, group in enumerate(layout.groups)
+    ]
+    return (
+        groups,
+        layout.hash_block_size,
+        layout.scheduler_block_size,
+        layout.eagle_sees_last_token,
+        layout.prefix_replay_tokens,
+    )
 
-    def __init__(self, core: Core, slot: int) -> None:
-        self._core = core
-        self._slot = slot
 
-    def __contains__(self, block_hash: object) -> bool:
-        return self._core.holds_hash(self._slot, block_hash)
+def _size_or_none(size: int | None) -> int | None:
+    """Return None for a negative size, which a group of another kind has."""
+    return None if size is None or size < 0 else size
 
 
 def block_counts(found: dict[str, Any]) -> dict[tuple[int, str], int]:
@@ -234,13 +257,11 @@ def tier_units(tiers: Iterable[tuple[str, TierHint]]) -> list[tuple[str, int, in
 
 
 def store_record(core: Core, store: SharedStore) -> StoreRecord:
-    """The present state of a store."""
     state = core.export_source(store.slot)
     return StoreRecord(store.name, store.tiers, store.layout, store.lookahead, state)
 
 
 def source_record(core: Core, source: SourceId, known: KnownSource) -> SourceRecord:
-    """The present state of a source."""
     learner = known.learner
     return SourceRecord(
         source=source,

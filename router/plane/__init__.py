@@ -19,6 +19,8 @@ The files:
     addresses.py         where the hosts of replicas are
     secured.py           the router's TLS identity and trusted authorities, in the core
     relays.py            a request that was sent on: its attempts, and their events from the core
-    control.py           requests for the application behind the plane: pages, probes, scrapes
     data_plane.py        the core's threads, and the handlers of their events
+
+Requests that go to no replica (pages, probes, scrapes, operators) are passed on to the application
+behind the plane, which listens on a socket of its own.
 """

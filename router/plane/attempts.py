@@ -117,11 +117,7 @@ class Unretried(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """Bounds on further attempts.
-
-    Raises:
-        ValueError: A negative number.
-    """
+    """Bounds on further attempts, none of them negative."""
 
     further_attempts: int = 2
     """Attempts of one request after its first."""
@@ -129,11 +125,6 @@ class RetryLimits:
     """The share of all requests that may be tried again in the long run."""
     budget_burst: int = 10
     """Retries beyond that share, at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("further_attempts", "budget_share", "budget_burst"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"retries: {name} {getattr(self, name)!r} must not be negative")
 
 
 MAX_CLOSED_REPLICAS = 2
@@ -151,7 +142,6 @@ class RetryBudget:
         self._share, self._most = limits.budget_share, float(max(limits.budget_burst, 1))
 
     def add_requests(self, count: int = 1) -> None:
-        """Count new requests."""
         if self._tokens < self._most:
             self._tokens = min(self._tokens + count * self._share, self._most)
 

@@ -7,23 +7,22 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from router._core import BodyShare, Plane
 from router.config.origin import Header
 from router.errors import BodyTooLarge, Overloaded, RequestError, is_out_of_memory
-from router.plane.control import CLIENT_HEADER
 from router.plane.exchanges import FailedFirst, Handler, PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.proxy_types import Dialect
 from router.plane.relays import IS_CONTROL, PlaneProxy, PlaneRelay, broken_events
 from router.plane.secured import Secured
 
-if TYPE_CHECKING:
-    from router._core import BodyShare, Plane
-
 logger = logging.getLogger(__name__)
 
+CLIENT_HEADER = b"x-kvroute-client"
+"""The client's address in a request for the application behind; a client's own header of this name
+is dropped."""
 _CONTROL_TIMES = (5.0, 600.0, 86_400.0)
 """In seconds. Pages follow the router for as long as they are open."""
 MAX_TURN_S = 0.02
@@ -157,7 +156,6 @@ class DataPlane:
         self._handlers = self._handlers_by_kind()
 
     def _handlers_by_kind(self) -> dict[str, Callable[..., None]]:
-        """Return the handler of each kind of event."""
         listener, to_relay = self.listener, self._to_relay
         return {
             "opened": self._opened,
@@ -198,7 +196,7 @@ class DataPlane:
             listeners: Listening sockets, one for each thread; the core closes them.
         """
         options = asdict(self.options) | {"broken_events": broken_events()}
-        self._plane = import_module("router._core").Plane(options, list(listeners), *secured)
+        self._plane = Plane(options, list(listeners), *secured)
         if self.listener.sum_bounds is not None:
             self.plane.sum_up(*self.listener.sum_bounds)
         self.proxy.plane = self._plane
@@ -221,7 +219,6 @@ class DataPlane:
         return 0 if self._plane is None else self._plane.unread()
 
     def cut_all(self) -> None:
-        """End everything under way."""
         if self._plane is not None:
             self._plane.cut_all()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from starlette.types import Scope
 
+from router._core import Plane
 from router.config.origin import Header
-
-if TYPE_CHECKING:
-    from router._core import Plane
 
 
 def announced_bytes(headers: Iterable[Header]) -> int:
@@ -131,7 +129,6 @@ class PlaneExchange:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def ask_for_body(self) -> None:
-        """Ask the core for the next piece of the body."""
         self._plane.read_body(self.number)
 
     # --- the response -----------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from router.config.origin import Header, Timeouts
-from router.plane.attempts import Attempt, Failure, RetryLimits, Unretried
+from router.plane.attempts import Attempt, Failure, Unretried
 from router.plane.exchanges import FailedFirst
 
 
@@ -142,17 +141,3 @@ class ProxyObserver(Protocol):
             status: Sent to the client; None if it left before there was one.
             seconds: Since the call of `PlaneProxy.start`.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """Bounds on one proxied request."""
-
-    timeouts: Timeouts
-    retry_after_s: int = 1
-    """Sent with the router's own 502 and 503."""
-    retries: RetryLimits = field(default_factory=RetryLimits)
-
-    def __post_init__(self) -> None:
-        if self.retry_after_s < 0:
-            raise ValueError(f"proxy: retry_after_s {self.retry_after_s!r} must be 0 or more")

@@ -8,9 +8,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from router.config.origin import Header
+from router._core import Plane
+from router.config.origin import Header, Timeouts
 from router.errors import is_out_of_memory
 from router.plane.addresses import Addresses
 from router.plane.attempts import (
@@ -20,15 +20,13 @@ from router.plane.attempts import (
     Failure,
     RequestRetries,
     RetryBudget,
+    RetryLimits,
     Unretried,
     failure_of,
 )
 from router.plane.exchanges import FailedFirst, PlaneExchange
 from router.plane.proxied_messages import error_body, error_event
-from router.plane.proxy_types import Dialect, End, ProxyObserver, ProxyRequest, ProxySettings
-
-if TYPE_CHECKING:
-    from router._core import Plane
+from router.plane.proxy_types import Dialect, End, ProxyObserver, ProxyRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,8 @@ MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
 _KEPT_CLOSED = Failure.KEPT_CLOSED.value
 _TOO_MANY = 429
+_RETRY_AFTER_S = 1
+"""Sent with the router's own errors where no replica has named another time."""
 _NOT_SERVED = {
     None: "no replica could serve the request",
     Unretried.LIMIT: "no replica could serve the request in the attempts it may have",
@@ -78,15 +78,17 @@ def _taken_out(
 class PlaneProxy:
     """Sends requests to replicas, and their responses to the clients, by the core's sockets."""
 
-    def __init__(self, settings: ProxySettings, on_shortage: Callable[[str], object]) -> None:
-        self.settings = settings
+    def __init__(
+        self, timeouts: Timeouts, retries: RetryLimits, on_shortage: Callable[[str], object]
+    ) -> None:
+        self.timeouts = timeouts
         self.addresses = Addresses()
         self.on_shortage = on_shortage
         self.plane: Plane | None = None
         """Set before the first request."""
         self.relays: dict[int, PlaneRelay] = {}
         """The relays, by the number of the exchange."""
-        self._retry_budget = RetryBudget(settings.retries)
+        self._retry_budget = RetryBudget(retries)
         self.tasks: set[asyncio.Task[None]] = set()
 
     def count_requests(self, count: int = 1) -> None:
@@ -147,7 +149,6 @@ class PlaneRelay:
     # --- from its server --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the first steps."""
         if self._exchange.is_gone:
             self._finish(End.CLIENT_LEFT, None)
             return
@@ -208,11 +209,9 @@ class PlaneRelay:
         self._observer.on_first_byte(attempt, now - self._started_at)
 
     def on_progress(self, events: int) -> None:
-        """So many more events of a stream have passed."""
         self._observer.on_events(events)
 
     def on_beginning(self, data: bytes) -> None:
-        """A part of the beginning of the body has passed."""
         self._observer.on_beginning(data)
 
     def on_ended(
@@ -280,7 +279,7 @@ class PlaneRelay:
         request, origin, plane = self._request, attempt.origin, self._proxy.plane
         assert plane is not None
         body = request.body if attempt.body is None else attempt.body
-        times = request.timeouts or self._proxy.settings.timeouts
+        times = request.timeouts or self._proxy.timeouts
         wants_id = self._observer.wants_beginning
         try:
             plane.forward(
@@ -396,7 +395,7 @@ class PlaneRelay:
     def _refuse(self, end: End, status: int, message: str, code: str) -> None:
         """End with an error of the router's own."""
         body = error_body(self._request.dialect, message, "server_error", code)
-        after_s = self._retry_after_s or self._proxy.settings.retry_after_s
+        after_s = self._retry_after_s or _RETRY_AFTER_S
         headers: list[Header] = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -4,10 +4,9 @@ OpenSSL of its own: it uses the library that this Python is linked with, or else
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from router._core import TlsContext
+from router._core import TlsContext, load_tls
 
 
 class NoTls(Exception):
@@ -15,11 +14,11 @@ class NoTls(Exception):
 
 
 class PemFiles(NamedTuple):
-    """Paths of PEM files; None: no such file."""
+    """Paths of PEM files; empty: no such file."""
 
-    certificate: str | None = None
-    key: str | None = None
-    authorities: str | None = None
+    certificate: str = ""
+    key: str = ""
+    authorities: str = ""
 
 
 class Secured(NamedTuple):
@@ -40,15 +39,10 @@ class Secured(NamedTuple):
         Raises:
             NoTls: A file cannot be used.
         """
-        context = import_module("router._core").TlsContext
-        clients, replicas = (
-            tuple(name or "" for name in files or ())
-            for files in (towards_clients, towards_replicas)
-        )
         try:
             return cls(
-                context.for_clients(*clients) if clients else None,
-                context.for_servers(*replicas),
+                TlsContext.for_clients(*towards_clients) if towards_clients else None,
+                TlsContext.for_servers(*towards_replicas),
             )
         except ValueError as error:
             raise NoTls(str(error)) from None
@@ -69,6 +63,6 @@ def load_openssl() -> str:
         # Whatever that is linked with is found through it, under any name.
         places[:0] = filter(None, [getattr(linked, "__file__", None)])
     try:
-        return str(import_module("router._core").load_tls(places))
+        return load_tls(places)
     except ValueError as error:
         raise NoTls(str(error)) from None

@@ -15,16 +15,13 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-# Bytes kept of a JSON body, or of a single event (twice as many for a moment): the tail, where the
-# usage is.
-MAX_KEPT_BYTES = 64 * 1024
+from router._core import UsageCapture
 
 MAX_ID_BYTES = 16 * 1024
 """Bytes from the beginning of a body in which its id is looked for."""
 _ID = re.compile(rb'(?:\A|"response"\s*:)\s*\{\s*"id"\s*:\s*"([A-Za-z0-9_.:-]{1,256})"')
 
 _KEY = b'"usage"'
-_NOTHING = (b'"usage":null', b'"usage": null')
 _TokenCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
@@ -63,35 +60,29 @@ class ReportedUsage(NamedTuple):
 
 
 class UsageReader:
-    """Reads the usage of a response that it is fed piece by piece. Parses only the events that have
-    one, and only when asked."""
+    """Reads the usage of a response from what the core keeps of its body: that of a response that
+    it passes on, or of pieces that are fed here. Parses it only when asked."""
 
-    __slots__ = ("_first", "_is_json", "_last", "_rest", "data_events")
+    __slots__ = ("_capture", "_first", "_is_at_line_start", "_is_json", "_last", "data_events")
 
     def __init__(self) -> None:
-        # About one per decoded token, plus the stream's own: role, usage and [DONE].
         self.data_events = 0
-        self._is_json: bool | None = None
-        # Of a JSON body its tail; of a stream the line that has not ended yet.
-        self._rest = bytearray()
+        """Events of a stream that was fed: about one per decoded token, plus the stream's own:
+        role, usage and [DONE]."""
+        self._is_at_line_start = True
+        self._capture: UsageCapture | None = None
+        self._is_json = False
         self._first = b""
         self._last = b""
 
     def feed(self, data: bytes) -> None:
-        """Take the next piece of the body, cut anywhere."""
-        if self._is_json is False and not self._rest and data.endswith(b"\n") and _KEY not in data:
-            # The usual piece: whole events, none with a usage.
-            self.data_events += data.count(b"\ndata:") + data.startswith(b"data:")
-            return
-        if self._is_json is None:
-            start = data.lstrip()[:1]
-            if not start:
-                return
-            self._is_json = start in (b"{", b"[")
-        if self._is_json:
-            self._keep(data)
-        else:
-            self._feed_events(data)
+        """Take the next piece of the body, cut anywhere; before `usage`."""
+        if self._capture is None:
+            self._capture = UsageCapture()
+        self._capture.feed(data)
+        self.data_events += data.count(b"\ndata:")
+        self.data_events += self._is_at_line_start and data.startswith(b"data:")
+        self._is_at_line_start = data.endswith(b"\n")
 
     def take(self, is_json: bool, last: bytes, first: bytes) -> None:
         """Take what the core kept of the body.
@@ -100,49 +91,19 @@ class UsageReader:
             is_json: Whether it is one JSON body; else it is a stream of events.
             last: The tail of the body, or the last event with a usage.
         """
-        self._is_json = is_json
-        if is_json:
-            self._rest = bytearray(last)
-        else:
-            self._last, self._first = last, first or last
+        self._is_json, self._last, self._first = is_json, last, first or last
 
     def usage(self) -> ReportedUsage:
         """The counts reported so far."""
+        if self._capture is not None:
+            _, is_json, last, first = self._capture.finish()
+            self._capture = None
+            self.take(is_json, last, first)
+        found = _read(self._last.strip())
         if self._is_json:
-            return _read(bytes(self._rest).strip())
-        # A stream may end without a line end; its last event counts all the same.
-        last = _read(_payload(bytes(self._rest))) if _KEY in self._rest else _read(self._last)
-        first = _read(self._first)
-        return ReportedUsage(
-            *(new if new is not None else old for new, old in zip(last, first, strict=True))
-        )
-
-    def _feed_events(self, data: bytes) -> None:
-        self.data_events += data.count(b"\ndata:")
-        if not self._rest:
-            self.data_events += data.startswith(b"data:")
-        self._feed_lines(data)
-
-    def _feed_lines(self, data: bytes) -> None:
-        end = data.rfind(b"\n") + 1
-        if end:
-            lines = bytes(self._rest) + data[:end]
-            self._rest.clear()
-            if _KEY in lines:
-                for line in lines.splitlines():
-                    self._take_line(line)
-        self._keep(data[end:])
-
-    def _take_line(self, line: bytes) -> None:
-        if line.count(_KEY) == sum(map(line.count, _NOTHING)):
-            return
-        self._last = _payload(line)
-        self._first = self._first or self._last
-
-    def _keep(self, data: bytes) -> None:
-        self._rest += data
-        if len(self._rest) > 2 * MAX_KEPT_BYTES:
-            del self._rest[:-MAX_KEPT_BYTES]
+            return found
+        pairs = zip(found, _read(self._first), strict=True)
+        return ReportedUsage(*(new if new is not None else old for new, old in pairs))
 
 
 class ResponseIdReader:
@@ -163,10 +124,6 @@ class ResponseIdReader:
         found = _ID.search(self._read)
         self._is_over = found is not None or len(self._read) >= MAX_ID_BYTES
         return None if found is None else found[1].decode()
-
-
-def _payload(line: bytes) -> bytes:
-    return line.removeprefix(b"data:").strip()[-MAX_KEPT_BYTES:]
 
 
 def _read(body: bytes) -> ReportedUsage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from router.errors import PolicyError
 from router.policies.standings import Order, OrdersStandings, Ranking, Standings
@@ -42,7 +43,13 @@ class PlugIn:
             ranked = self._policy.rank(request, candidates)
             check(self._policy, candidates, ranked)
             return tuple(ranked)
-        return Ranking(self._order(self._orders, request, standings), standings)
+        order = self._order(self._orders, request, standings)
+
+        def place(number: int, place: int) -> Ranked:
+            candidate, cost = standings.candidate(number), order.costs[number]
+            return Ranked(candidate, cost, partial(order.why, candidate, cost, place))
+
+        return Ranking(len(standings), order.first(), order.numbers, place)
 
     def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float]:
         """Return the costs of one replica's ranks, where it `chooses_ranks`.

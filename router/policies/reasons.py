@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from router._core import Policy as CorePolicy
 from router.policies.types import Candidate, CandidateLoad, RouteRequest
-
-if TYPE_CHECKING:
-    from router._core import Policy as CorePolicy
 
 Why: TypeAlias = Callable[[Candidate, float, int], str]
 """The reason of a candidate with its cost in a place, 0 for the first, as a sentence for people."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 from typing_extensions import override
@@ -81,14 +80,7 @@ class Standings:
             refill=outlook[4],
             suspect=state[3] is True,
             approximate_trust=None if isinstance(state[3], bool) else state[3],
-            load=CandidateLoad(
-                queued_prefill_tokens=state[4],
-                prefilling_requests=state[5],
-                decoding_requests=state[6],
-                decode_context_tokens=state[7],
-                foreign_requests=state[8],
-                waiting_requests=state[9],
-            ),
+            load=CandidateLoad(*state[4:]),
             speed=state[2],
             dp_rank=state[1],
         )
@@ -106,9 +98,6 @@ class Order(NamedTuple):
     """Decides between candidates of equal cost, by their numbers: the least value first. The values
     can be compared with each other."""
     why: Why
-
-    def cost(self, number: int) -> float:
-        return self.costs[number]
 
     def first(self) -> int:
         """The number of the best candidate; there is one."""
@@ -141,49 +130,34 @@ class OrdersStandings(Protocol):
         """
 
 
-class OrderView(Protocol):
-    """The interface of an `Order`, in Python or the core."""
-
-    @property
-    def why(self) -> Why:
-        """Return the reasons."""
-
-    def cost(self, number: int) -> float:
-        """Return the cost of candidate *number*."""
-
-    def first(self) -> int:
-        """The number of the best candidate."""
-
-    def numbers(self) -> list[int]:
-        """The numbers of all candidates, best first."""
-
-
-class StandingsView(Protocol):
-    """The interface of `Standings`, in Python or the core."""
-
-    def __len__(self) -> int: ...
-
-    def candidate(self, number: int) -> Candidate:
-        """Candidate *number* as an object."""
-
-
 class Ranking(Sequence[Ranked]):
-    """Standings in the order of a policy. Each place is made when it is asked for."""
+    """The candidates of a decision in the order of a policy. Each place is made when it is asked
+    for."""
 
-    __slots__ = ("_best", "_order", "_places", "_standings")
+    __slots__ = ("_best", "_count", "_numbers", "_place", "_places")
 
-    def __init__(self, order: OrderView, standings: StandingsView) -> None:
+    def __init__(
+        self,
+        count: int,
+        first: int,
+        numbers: Callable[[], list[int]],
+        place: Callable[[int, int], Ranked],
+    ) -> None:
         """
         Args:
-            standings: At least one.
+            count: Candidates; at least one.
+            first: The number of the best.
+            numbers: Returns the numbers of all, best first.
+            place: Makes the entry of a candidate, by its number and its place, 0 for the first.
         """
-        self._order = order
-        self._standings = standings
-        self._best = self._place(order.first(), 0)
+        self._count = count
+        self._numbers = numbers
+        self._place = place
+        self._best = place(first, 0)
         self._places: list[Ranked] | None = None
 
     def __len__(self) -> int:
-        return len(self._standings)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Ranked: ...
@@ -208,11 +182,6 @@ class Ranking(Sequence[Ranked]):
 
     def _all(self) -> list[Ranked]:
         if self._places is None:
-            numbers = self._order.numbers()[1:]
-            behind = [self._place(number, place) for place, number in enumerate(numbers, 1)]
-            self._places = [self._best, *behind]
+            behind = enumerate(self._numbers()[1:], 1)
+            self._places = [self._best, *(self._place(number, place) for place, number in behind)]
         return self._places
-
-    def _place(self, number: int, place: int) -> Ranked:
-        candidate, cost = self._standings.candidate(number), self._order.cost(number)
-        return Ranked(candidate, cost, partial(self._order.why, candidate, cost, place))

@@ -122,8 +122,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
         return f"RouteRequest(model={self.model!r}, prompt_tokens={self.prompt_tokens})"
 
 
-class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds a replica's load, as a new request would find it."""
+class CandidateLoad(msgspec.Struct, frozen=True):
+    """Holds a replica's load, as a new request would find it; the core has the same order."""
 
     queued_prefill_tokens: int = 0
     """Uncached prompt tokens this router sent there whose responses have not begun."""
@@ -144,8 +144,9 @@ class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefilling_requests + self.decoding_requests + self.foreign_requests
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, as far as choosing among replicas is concerned."""
+class Candidate(msgspec.Struct, frozen=True):
+    """One replica, as far as choosing among replicas is concerned. The core has all fields but the
+    last in the same order."""
 
     replica_id: str
     """Unique among the candidates."""
@@ -190,10 +191,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     load: CandidateLoad = CandidateLoad()
     speed: float = 1.0
     """Relative to the other replicas: 2 is twice as fast."""
-    obstacle: str | None = None
-    """Why it cannot take the request now; None if it can. Policies see only those that can."""
     dp_rank: int | None = None
     """Data-parallel rank to ask the engine for; None lets it choose. Policies carry it along."""
+    obstacle: str | None = None
+    """Why it cannot take the request now; None if it can. Policies see only those that can."""
 
     @property
     def is_approximate(self) -> bool:

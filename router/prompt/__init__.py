@@ -1,7 +1,7 @@
 """Request body -> token ids, with LoRA name, salt and multimodal keys; exact, or marked as not.
 
-    spec = parse_request(Endpoint.CHAT, body)            # pure; RequestBodyError is the client's
-    body = strip_report_mode(body, spec)                 # what may be sent on to an engine
+    spec = parse_request(Endpoint.CHAT, body)            # pure; BadRequest is the client's
+    body = strip_report_mode(body)                       # what may be sent on to an engine
     local = LocalTokenizer(read_model_files(directory))  # ModelFilesError is the operator's
     remote = RemoteTokenizer(fetch)                      # POST /tokenize at a replica
     tokenization = Tokenization(local=local, remote=remote)

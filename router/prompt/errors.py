@@ -2,14 +2,14 @@
 
     TokenizeError
     |-- BrokenRule                  place, value's type, rule
-    |   |-- RequestBodyError        the client's body
     |   |-- ModelFilesError         the operator's model directory cannot be used
     |   `-- ReplicaAnswerError      a replica's `/tokenize` failed, or its response is malformed
     |       `-- ReplicaRefusedError it refused this prompt
     |-- UntokenizableError          the prompt is valid, but its token ids cannot be known here
     `-- ProcessEndedError           the process that was to read a large body did not survive it
 
-Messages never quote a prompt, a token or a key: they describe values by type and size.
+A body that breaks a rule is a `BadRequest` (`router.errors`). Messages never quote a prompt, a
+token or a key: they describe values by type and size.
 """
 
 from __future__ import annotations
@@ -40,10 +40,6 @@ class BrokenRule(TokenizeError):
     @override
     def __reduce__(self) -> tuple[type[BrokenRule], tuple[str, str, str]]:
         return type(self), (self.place, self.found, self.rule)
-
-
-class RequestBodyError(BrokenRule):
-    """A request body breaks a rule; the client gets a 400 with this text."""
 
 
 class ModelFilesError(BrokenRule):

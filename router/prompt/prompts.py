@@ -174,7 +174,7 @@ class MessageEnds(msgspec.Struct, frozen=True):
     """Where the client marks that it caches (`cache_control`), ascending."""
 
 
-NO_ENDS = MessageEnds()
+NO_ENDS: MessageEnds = MessageEnds()
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):

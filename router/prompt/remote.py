@@ -23,7 +23,7 @@ from router.prompt.errors import (
     ReplicaRefusedError,
     UntokenizableError,
 )
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS
 from router.prompt.local.cache import SegmentCache
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, TextPrompt
@@ -61,7 +61,6 @@ class RemoteTokenizer:
         self,
         fetch: Fetch,
         *,
-        limits: PromptLimits | None = None,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         large_work: LargeWork | None = None,
     ) -> None:
@@ -73,7 +72,6 @@ class RemoteTokenizer:
         """
         self._fetch = fetch
         self._large_work = large_work
-        self._limits = limits or PromptLimits()
         self._cache = SegmentCache(cache_bytes)
 
     async def tokenize(
@@ -95,7 +93,7 @@ class RemoteTokenizer:
             ReplicaAnswerError: The replica refused, or its response is malformed.
             OSError: No replica responded; TimeoutError likewise.
         """
-        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._limits.max_prompt_chars:
+        if isinstance(prompt, TextPrompt) and len(prompt.text) > MAX_PROMPT_CHARS:
             raise UntokenizableError("prompt_too_long")
         if is_large:
             body, digest = await asyncio.to_thread(_request_body, prompt, model)
@@ -129,17 +127,17 @@ class RemoteTokenizer:
             raise ReplicaRefusedError(_PATH, f"status {status}", "the replica must take the prompt")
         if status != 200:
             raise ReplicaAnswerError(_PATH, f"status {status}", "must answer 200")
-        if len(answer) > self._limits.max_prompt_tokens * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:
+        if len(answer) > MAX_PROMPT_TOKENS * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:
             raise ReplicaAnswerError(_PATH, f"{len(answer)} bytes", "must fit the bound on tokens")
         if self._large_work is None or len(answer) <= _INLINE_ANSWER_BYTES:
-            return _read_tokens(answer, self._limits.max_prompt_tokens)
+            return _read_tokens(answer)
         try:
-            return await self._large_work.run(_read_tokens, answer, self._limits.max_prompt_tokens)
+            return await self._large_work.run(_read_tokens, answer)
         except ProcessEndedError:
             raise UntokenizableError("busy") from None
 
 
-def _read_tokens(answer: bytes, max_tokens: int) -> TokenIds:
+def _read_tokens(answer: bytes) -> TokenIds:
     try:
         decoded = _ANSWER_DECODER.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -149,7 +147,7 @@ def _read_tokens(answer: bytes, max_tokens: int) -> TokenIds:
     if decoded.count is not None and decoded.count != len(decoded.tokens):
         found = f"{len(decoded.tokens)} tokens and a count of {decoded.count}"
         raise ReplicaAnswerError(_PATH, found, "must count its tokens right")
-    if len(decoded.tokens) > max_tokens:
+    if len(decoded.tokens) > MAX_PROMPT_TOKENS:
         raise UntokenizableError("prompt_too_long")
     return array("I", decoded.tokens)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from router._core import pack_token_ids as _pack_token_ids
 
 # An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
 # token in memory, and a buffer that can be hashed without a loop over the tokens.
 TokenIds: TypeAlias = "array[int]"
-PackTokenIds: TypeAlias = Callable[["bytes | memoryview"], "array[int] | None"]
-"""Makes them of a JSON array; None where that holds anything but integers in [0, 2**32)."""
-
 
 MODEL_LENGTH = -1
 """In `Truncation.max_tokens`: as many as the model takes; in vLLM one less where it generates."""
@@ -33,6 +31,12 @@ class Truncation:
     def cuts(self, count: int) -> bool:
         """Return whether a prompt of so many tokens is cut."""
         return 0 <= self.max_tokens < count
+
+
+def pack_token_ids(json_array: bytes | memoryview) -> TokenIds | None:
+    """The token ids of a JSON array; None for anything but integers in `[0, 2**32)`."""
+    packed = _pack_token_ids(json_array)
+    return None if packed is None else array("I", packed)
 
 
 # --- `truncate_prompt_tokens`: which ids of a prompt the engine keeps -----------------------------

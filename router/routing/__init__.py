@@ -41,7 +41,6 @@ The files; each imports only what is listed above it:
     models.py              models and every name they go by, each with index and tokenisation
     lengths.py             how long a prompt may be
     question.py            one request, as replicas are ranked for it, and where it goes
-    known.py               the state that decisions read
     booking.py             one request where it is sent and in its cache, from there to its end
     fleets.py              updates the compiled core with the replicas and their state
     planner.py             hits, load and policy -> a ranking of replicas, which the core makes

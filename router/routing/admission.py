@@ -4,7 +4,6 @@ shuts down."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from router.errors import Overloaded, ShuttingDown
@@ -138,12 +137,7 @@ class Admission:
     def __enter__(self) -> None:
         self.admit()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
 
@@ -164,10 +158,5 @@ class BodyBuffer:
     def __enter__(self) -> BodyBuffer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._admission.hold(-self._held)

@@ -18,7 +18,7 @@ from router.index.mirror import ApproximateCaches, Mirror
 from router.index.mirror_types import WORTH_PUBLISHING
 from router.index.prompt import HashedPrompt
 from router.routing.question import Placement, RankQuestion
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +27,6 @@ class CacheVisits:
 
     recent: RecentPrefixes | None
     """Remember which prefixes were just sent where; None: what the mirror has in prefill."""
-    recent_step: int
-    """Tokens between two keys of a prompt in that memory, and in estimates."""
     mirror: Mirror | None
     approximate: ApproximateCaches | None
     clock: Callable[[], float] = time.monotonic
@@ -40,7 +38,7 @@ class CacheVisits:
         if self.recent is not None:
             now = self.clock()
             for prompt in prompts:
-                self.recent.remember(source, prompt.prefix_keys(self.recent_step), now)
+                self.recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
 
     def visit(self, at: Placement) -> Visit | None:
         """A request is about to be sent to a cache: `remember` its prompts, and follow it there.
@@ -76,7 +74,7 @@ class CacheVisits:
         approximate, source = self.approximate, at.source
         if approximate is None or source is None or not at.candidate.is_approximate:
             return None
-        keys = [prompt.prefix_keys(self.recent_step) for prompt in at.question.prompts]
+        keys = [prompt.prefix_keys(RECENT_STEP) for prompt in at.question.prompts]
         return approximate.visit(source, keys, at.candidate.cached_tokens)
 
     def expected(self, question: RankQuestion, source: SourceId, hit: int) -> int:

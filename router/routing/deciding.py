@@ -12,7 +12,7 @@ from router.routing.terms import NO_TERMS, Terms
 
 
 class Deciding(Protocol):
-    """Decides where requests go. `Dispatcher` says of each call what it raises."""
+    """Decides where requests go; `Dispatcher` has what each call does and raises."""
 
     async def dispatch(
         self,
@@ -22,20 +22,14 @@ class Deciding(Protocol):
         encoding: Literal["json", "msgpack"] = "json",
         *,
         needs_model: bool = True,
-    ) -> Decision:
-        """Decide by the prompt in a body; where it holds none, by load."""
-        ...
-
+    ) -> Decision: ...
     def dispatch_now(
         self,
         endpoint: Endpoint,
         body: bytes,
         terms: Terms = NO_TERMS,
         encoding: Literal["json", "msgpack"] = "json",
-    ) -> Decision | Coroutine[Any, Any, Decision]:
-        """The same: at once where nothing has to be waited for."""
-        ...
-
+    ) -> Decision | Coroutine[Any, Any, Decision]: ...
     def dispatch_by_load(
         self,
         name: str | None,
@@ -44,20 +38,9 @@ class Deciding(Protocol):
         *,
         needs_model: bool = True,
         rename: Callable[[bytes, str], bytes] = with_model,
-    ) -> Decision:
-        """Decide without a look at the prompt."""
-        ...
-
+    ) -> Decision: ...
     def dispatch_to_holder(
         self, response_id: str, body: bytes, terms: Terms = NO_TERMS
-    ) -> Coroutine[Any, Any, Decision]:
-        """Decide for the replica that has a stored response."""
-        ...
-
-    def have_room(self, decision: Decision) -> bool:
-        """Return whether a replica has room for a request that waits."""
-        ...
-
-    def redecide(self, decision: Decision) -> Decision:
-        """Decide again, by the replicas' present load."""
-        ...
+    ) -> Coroutine[Any, Any, Decision]: ...
+    def have_room(self, decision: Decision) -> bool: ...
+    def redecide(self, decision: Decision) -> Decision: ...

@@ -18,9 +18,7 @@ from router.index.prompt import HashedPrompt
 from router.plane.attempts import PREFILLER_HEADER, RANK_HEADER, SOURCE_HEADER, Attempt
 from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
-from router.prompt.body.priority import with_priority
-from router.prompt.body.pulling import with_source
-from router.prompt.body.retention import HintForm, with_hints
+from router.prompt.body.owned_fields import HintForm, with_hints, with_priority, with_source
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
@@ -51,6 +49,12 @@ class Asked(msgspec.Struct, frozen=True):
     tenant: str = ""
     """The tenant of the request, where there may be several."""
     is_eligible: IsEligible | None = None
+
+    def steer(self, keys: Sequence[int], prompt: TokenizedPrompt) -> Hints:
+        """Record its one prompt, with the keys of its prefixes; return what to keep of it."""
+        sign = ContinuationSign.NONE if self.session is None else ContinuationSign.SESSION
+        sign = ContinuationSign.RETENTION if self.spec.keeps_prompt else sign
+        return self.model.steering.hints(keys, prompt.token_ids, prompt.ends, self.tenant, sign)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +116,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> str:
-        """The tenant of the request, where there may be several."""
         return self.question.tenant
 
     @property
@@ -281,12 +284,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             return NO_HINTS
         prompt = next(each for each in self.tokenized if each.token_ids)
         keys = self.prompts[0].prefix_keys(STEP)
-        announced = model.index.announced(self.source_of(first))
-        step = STEP if announced is None else announced.scheduler_block_size or STEP
-        model.steering.look_up(keys, first.cached_tokens, step)
-        sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
-        sign = ContinuationSign.RETENTION if asked.spec.keeps_prompt else sign
-        return model.steering.hints(keys, prompt.token_ids, prompt.ends, asked.tenant, sign)
+        source, named = self.source_of(first), model.steering.named(keys)
+        model.count_outcome(named, source, first.cached_tokens)
+        return asked.steer(keys, prompt)
 
     def _attempt(self, candidate: Candidate, shows_hit: bool, hints: Hints) -> Attempt:
         replica = self.replicas[candidate.replica_id]

@@ -7,22 +7,21 @@ import codecs
 import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
+from router.errors import NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
-from router.index.prompt import HashedPrompt, pack_token_ids
+from router.index.prompt import HashedPrompt
 from router.policies.types import RouteRequest
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import read_model, read_request
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import ProcessEndedError, RequestBodyError
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import ProcessEndedError
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
 from router.routing.decision import ANY_MODEL, Asked, Decision, hint_form
@@ -64,14 +63,15 @@ class Dispatcher:
     responses: StoredResponses
     """Knows which replica has which stored response."""
     large_work: LargeWork
-    limits: PromptLimits = field(default_factory=PromptLimits)
-    """Bounds on prompts."""
     owns_priority: bool = False
     """True if the router decides on the `priority` of clients."""
-    prefill: PrefillPlanner | None = None
-    """Chooses who computes prompts; None: always those that requests are sent to."""
+    prefill_min_uncached_tokens: int = 0
+    """The least that another replica computes of a prompt than the one that its request is sent to;
+    0: none ever does."""
 
     def __post_init__(self) -> None:
+        least = self.prefill_min_uncached_tokens
+        self._prefill = PrefillPlanner(self.planner.rank, least)
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._served: dict[tuple[tuple[str, ...], str | None], Serving] = {}
         self._served_at = -1
@@ -104,8 +104,12 @@ class Dispatcher:
         if endpoint is None:
             model, body = await self._model_in(body, terms.salt)
             return self.dispatch_by_load(model, body, terms, needs_model=needs_model)
-        spec, body = await self._parse(endpoint, body, encoding, terms.secret)
-        body = _owned(spec, body, terms.owner)
+        if len(body) <= INLINE_BODY_BYTES:
+            return await self._decide_later(self.read(endpoint, body, terms, encoding))
+        spec, changed = await self._read_large(
+            read_request, body, endpoint, encoding, terms.secret, self.owns_priority
+        )
+        body = body if changed is None else changed
         return await self._decide_later(self._asked(spec, body, terms))
 
     def dispatch_now(
@@ -119,21 +123,24 @@ class Dispatcher:
         coroutine. See `dispatch`."""
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
             return self.dispatch(endpoint, body, terms, encoding)
-        if encoding == "json":
-            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
-        spec, body = self._read(endpoint, body, encoding, terms.secret)
-        body = _owned(spec, body, terms.owner)
-        return self._decide_now(self._asked(spec, body, terms))
+        return self._decide_now(self.read(endpoint, body, terms, encoding))
 
-    def read(self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS) -> Asked:
-        """Return what a JSON body asks for, without a decision: as `dispatch_now` reads it.
+    def read(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        terms: Terms = NO_TERMS,
+        encoding: Literal["json", "msgpack"] = "json",
+    ) -> Asked:
+        """Return what a body asks for, without a decision.
 
         Raises:
             RequestError: As `dispatch`.
         """
-        body = body.removeprefix(codecs.BOM_UTF8)
-        spec, body = self._read(endpoint, body, "json", terms.secret)
-        return self._asked(spec, body, terms)
+        if encoding == "json":
+            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
+        spec, changed = read_request(body, endpoint, encoding, terms.secret, self.owns_priority)
+        return self._asked(spec, body if changed is None else changed, terms)
 
     def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
         spec, started = asked.spec, time.perf_counter()
@@ -148,20 +155,11 @@ class Dispatcher:
         looked_up = tokenized if spec.reads_cache else ()
         if _tokens_in(looked_up) > asked.model.index.inline_tokens:
             return self._look_up_later(asked, tokenized, (started, tokenized_at))
-        replicas = self._serving(asked.model, asked.lora_name)
+        replicas = self.serving(asked.model, asked.lora_name).able
         check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
         prompts = prepare(asked.model.index, looked_up)
         replicas = among(replicas, asked.is_eligible)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
-
-    def serving(self, model: Model, lora_name: str | None) -> list[Replica]:
-        """The replicas that requests for a model go to, or for an adapter of it."""
-        return list(self._serving(model, lora_name).values())
-
-    def may_split(self, model: Model, lora_name: str | None) -> bool:
-        """Return whether a prompt may be computed elsewhere than where its request goes."""
-        prefill = self.prefill
-        return prefill is not None and prefill.is_on and self._all(model, lora_name).may_split
 
     def have_room(self, decision: Decision) -> bool:
         """Return whether one of the replicas that could serve a request has room for it now. A
@@ -186,12 +184,13 @@ class Dispatcher:
         asked = decision.asked
         if asked is None or asked.spec.stored_response is not None:
             return decision.replicas
-        return among(self._serving(asked.model, asked.lora_name), asked.is_eligible)
+        return among(self.serving(asked.model, asked.lora_name).able, asked.is_eligible)
 
     def _reads_at_once(self, body: bytes) -> bool:
         return len(body) <= INLINE_IDS_BYTES and holds_mostly_ids(body)
 
     def _asked(self, spec: PromptSpec, body: bytes, terms: Terms) -> Asked:
+        body = _owned(spec, body, terms.owner)
         session, named = terms.session or spec.session, spec.model
         if named and terms.check_model is not None:
             terms.check_model(named)
@@ -204,7 +203,9 @@ class Dispatcher:
             terms.check_model(model.name)
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
-            spec = spec.cut_to(common_length(self._serving(model, lora_name).values(), spec.model))
+            spec = spec.cut_to(
+                common_length(self.serving(model, lora_name).able.values(), spec.model)
+            )
         names = session, terms.dp_rank, named, target, terms.tenant
         return Asked(spec, body, model, lora_name, *names, terms.is_eligible)
 
@@ -213,7 +214,7 @@ class Dispatcher:
         tokenization = self.models.tokenization_of(model)
         if tokenization.finds_ends or not isinstance(spec.prompts[0], ChatPrompt):
             return
-        serving = self._serving(model, lora_name).values()
+        serving = self.serving(model, lora_name).able.values()
         tokenization.finds_ends = any(hint_form(model, replica) for replica in serving)
 
     def _is_served(self, name: str) -> bool:
@@ -224,7 +225,7 @@ class Dispatcher:
             return False
         return any(
             replica.is_healthy and not replica.draining
-            for replica in self._serving(model, lora_name).values()
+            for replica in self.serving(model, lora_name).able.values()
         )
 
     async def _at_holder(self, asked: Asked, response_id: str) -> Asked:
@@ -232,7 +233,7 @@ class Dispatcher:
         served = {
             name: replicas
             for name in self.models.versions.models_of(asked.named or "")
-            if (replicas := self._serving(*self._resolve(name)))
+            if (replicas := self.serving(*self._resolve(name)).able)
         }
         all_of_them = {id_: one for replicas in served.values() for id_, one in replicas.items()}
         holder = await self.responses.holder(response_id, all_of_them)
@@ -257,13 +258,13 @@ class Dispatcher:
     ) -> Decision:
         spec, model = asked.spec, asked.model
         looked_up = tokenized if spec.reads_cache else ()
-        serving = self._serving(model, asked.lora_name).values()
+        serving = self.serving(model, asked.lora_name).able.values()
         check_length(spec.endpoint, tokenized, serving, spec.model)
         prompts = await self._run(
             lambda: prepare(model.index, looked_up),
             _tokens_in(tokenized) <= model.index.inline_tokens,
         )
-        replicas = self._serving(model, asked.lora_name)
+        replicas = self.serving(model, asked.lora_name).able
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
         replicas = among(replicas, asked.is_eligible)
@@ -287,12 +288,12 @@ class Dispatcher:
             asked.tenant,
         )
         ranking, excluded = self.planner.rank(question, replicas.values())
-        serving, choose_prefiller = self._all(model, asked.lora_name), None
+        serving, choose_prefiller = self.serving(model, asked.lora_name), None
         serving = serving._replace(
             able=replicas, prefillers=among(serving.prefillers, asked.is_eligible)
         )
-        if serving.may_split and self.prefill is not None and self.prefill.allows(spec, prompts):
-            choose_prefiller = functools.partial(self.prefill.prefiller, question, serving)
+        if serving.may_split and self._prefill.allows(spec, prompts):
+            choose_prefiller = functools.partial(self._prefill.prefiller, question, serving)
         started, tokenized_at = times
         return Decision(
             model=model,
@@ -318,16 +319,11 @@ class Dispatcher:
     async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
         """The model that a body names, and the body with its salt."""
         secret, names = (None, ()) if salt is None else (salt.secret, salt.names)
-        arguments = body, secret, names, self.owns_priority
-        try:
-            if len(body) <= INLINE_BODY_BYTES:
-                model, salted = read_model(*arguments)
-            else:
-                model, salted = await self.large_work.run(read_model, *arguments)
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
-        except ProcessEndedError:
-            raise Overloaded("had not enough memory or time to read this body") from None
+        arguments = secret, names, self.owns_priority
+        if len(body) <= INLINE_BODY_BYTES:
+            model, salted = read_model(body, *arguments)
+        else:
+            model, salted = await self._read_large(read_model, body, *arguments)
         return model, body if salted is None else salted
 
     def dispatch_by_load(
@@ -362,7 +358,7 @@ class Dispatcher:
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        serving = among(self._serving(model, lora_name), is_eligible)
+        serving = among(self.serving(model, lora_name).able, is_eligible)
         decision = self._by_load(model, serving, body, name, terms.tenant)
         return replace(decision, target=target, rename=rename) if name else decision
 
@@ -438,11 +434,7 @@ class Dispatcher:
                 ) from None
             raise
 
-    def _serving(self, model: Model, lora_name: str | None) -> Mapping[str, Replica]:
-        """The replicas that requests are sent to."""
-        return self._all(model, lora_name).able
-
-    def _all(self, model: Model, lora_name: str | None) -> Serving:
+    def serving(self, model: Model, lora_name: str | None) -> Serving:
         """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
         if self._served_at != self.replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
@@ -450,52 +442,21 @@ class Dispatcher:
         asked = model.names, lora_name
         found = self._served.get(asked)
         if found is None:
-            found = self._served[asked] = self._look_up(model, lora_name)
+            adapted = self.replicas.serving(lora_name) if lora_name else ()
+            serving = adapted or [
+                replica for name in model.names for replica in self.replicas.serving(name)
+            ]
+            splits = self.prefill_min_uncached_tokens > 0
+            found = self._served[asked] = Serving.of(serving, splits)
         return found
 
-    def _look_up(self, model: Model, lora_name: str | None) -> Serving:
-        adapted = self.replicas.serving(lora_name) if lora_name else ()
-        found = adapted or [
-            replica for name in model.names for replica in self.replicas.serving(name)
-        ]
-        return Serving.of(found)
-
-    async def _parse(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        encoding: Literal["json", "msgpack"],
-        tenant_salt: bytes | None,
-    ) -> tuple[PromptSpec, bytes]:
-        """Return what the body asks for, and the body to send; see `read_request`."""
-        if len(body) <= INLINE_BODY_BYTES:
-            return self._read(endpoint, body, encoding, tenant_salt)
+    async def _read_large(
+        self, read: Callable[..., _Result], body: bytes, *arguments: object
+    ) -> _Result:
         try:
-            spec, changed = await self.large_work.run(
-                read_request,
-                *(body, endpoint, encoding, self.limits, tenant_salt, None, self.owns_priority),
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
+            return await self.large_work.run(read, body, *arguments)
         except ProcessEndedError:
             raise Overloaded("had not enough memory or time to read this body") from None
-        return spec, body if changed is None else changed
-
-    def _read(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        encoding: Literal["json", "msgpack"],
-        tenant_salt: bytes | None,
-    ) -> tuple[PromptSpec, bytes]:
-        try:
-            spec, changed = read_request(
-                *(body, endpoint, encoding, self.limits, tenant_salt),
-                *(pack_token_ids, self.owns_priority),
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
-        return spec, body if changed is None else changed
 
     async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
         if is_small:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from router.config.models import StoreConfig
+from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
+from router.index.mirror_types import STEP
 from router.routing.steering import Steering
 
 
@@ -35,3 +38,9 @@ class Model:
         """Return the configuration of a replica's cache, and of the stores it shares."""
         shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
         return replace(self.hints, stores=shared)
+
+    def count_outcome(self, named: Sequence[int], source: SourceId, cached_tokens: int) -> None:
+        """Do as `Steering.count_outcome` for a prompt that is sent to a cache."""
+        announced = self.index.announced(source)
+        step = STEP if announced is None else announced.scheduler_block_size or STEP
+        self.steering.count_outcome(named, cached_tokens, step)

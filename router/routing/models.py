@@ -12,7 +12,6 @@ from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.fleet.replica import Replica
 from router.index.base import SourceId, SourceStatistics
 from router.index.index import PrefixIndex
-from router.prompt.chat.renderer import ChatSettings
 from router.prompt.errors import ModelFilesError
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import read_model_files
@@ -47,9 +46,8 @@ class ModelSet:
         self,
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
-        new_index: Callable[..., PrefixIndex] = PrefixIndex,
+        new_index: Callable[[], PrefixIndex] = PrefixIndex,
         large_work: LargeWork | None = None,
-        key_secret: bytes | None = None,
         versions: Versions | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
@@ -57,18 +55,15 @@ class ModelSet:
         Args:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
-            new_index: Makes the index of a model; `secret=` gives it the keys of all that have it.
-            key_secret: Routers with the same one have the same keys for prefixes; None: no other
-                router has.
+            new_index: Makes the index of a model.
             versions: The names that stand for several models.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
-        self._make_index = new_index
+        self._new_index = new_index
         self._large_work = large_work
         self.versions = versions or Versions()
-        self._key_secret = key_secret
         self._models: dict[str, Model] = {}
         self._tokenizations: dict[str, Tokenization] = {}
         self._names: dict[str, _NameTarget] = {}
@@ -182,7 +177,6 @@ class ModelSet:
         return self._models[found.base].names
 
     def tokenizers(self) -> dict[str, str]:
-        """Return the tokenizer of each configured model."""
         tokenizers = {
             name: tokenization.local
             for name, tokenization in self._tokenizations.items()
@@ -230,10 +224,6 @@ class ModelSet:
             self._names[adapter] = _NameTarget(config.name, adapter)
         return None
 
-    def _new_index(self) -> PrefixIndex:
-        secret = self._key_secret
-        return self._make_index() if secret is None else self._make_index(secret=secret)
-
     def _at_replica(self, model: Model) -> Tokenization:
         return Tokenization(remote=self._remote(model.names))
 
@@ -249,16 +239,16 @@ def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
         return None
     return LocalTokenizer(
         read_model_files(Path(config.tokenizer)),
-        chat=_chat_settings(config.chat_template),
+        chat_template=_read_template(config.chat_template),
         use_native=config.tokenizer_library == "auto",
     )
 
 
-def _chat_settings(template: str | None) -> ChatSettings | None:
+def _read_template(template: str | None) -> str | None:
     if template is None:
         return None
     try:
-        return ChatSettings(chat_template=Path(template).read_text(encoding="utf-8"))
+        return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         found = (error.strerror if isinstance(error, OSError) else None) or "not UTF-8"
         raise ModelFilesError(template, found, "must be a readable text file") from error

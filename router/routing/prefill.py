@@ -14,7 +14,7 @@ compute much of the prompt is it worth moving a cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -45,33 +45,29 @@ class Serving(NamedTuple):
     """True if a prompt may be computed elsewhere than where its request is sent."""
 
     @staticmethod
-    def of(replicas: Iterable[Replica]) -> Serving:
-        """Sort replicas by their roles."""
+    def of(replicas: Iterable[Replica], splits: bool) -> Serving:
+        """Sort replicas by their roles.
+
+        Args:
+            splits: False if no prompt is ever computed elsewhere.
+        """
         able: dict[str, Replica] = {}
         prefillers: dict[str, Replica] = {}
         for replica in replicas:
             (able if replica.takes_requests else prefillers)[replica.id] = replica
         roles = {replica.config.role for replica in able.values()}
-        return Serving(able, prefillers, bool(able and prefillers) or roles >= {"both", "decode"})
+        may_split = bool(able and prefillers) or roles >= {"both", "decode"}
+        return Serving(able, prefillers, splits and may_split)
 
 
+@dataclass(frozen=True, slots=True)
 class PrefillPlanner:
-    """Chooses the replica that computes a prompt.
+    """Chooses the replica that computes a prompt."""
 
-    Args:
-        rank: `RoutePlanner.rank`.
-        min_uncached_tokens: The least to compute at the replica of the response; 0: no other
-            replica ever computes a prompt.
-    """
-
-    def __init__(self, rank: RankReplicas, min_uncached_tokens: int) -> None:
-        self._rank = rank
-        self._least = min_uncached_tokens
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether prompts may be computed elsewhere at all."""
-        return self._least > 0
+    rank: RankReplicas
+    """`RoutePlanner.rank`."""
+    min_uncached_tokens: int
+    """The least to compute at the replica of the response."""
 
     def allows(self, spec: PromptSpec, prompts: Collection[HashedPrompt]) -> bool:
         """Return whether engines can compute this prompt apart from its response.
@@ -80,8 +76,7 @@ class PrefillPlanner:
             prompts: Those that are looked up: none where engines do not read their cache.
         """
         return (
-            self.is_on
-            and len(prompts) == len(spec.prompts) == spec.choices == 1
+            len(prompts) == len(spec.prompts) == spec.choices == 1
             and FORMS[spec.endpoint].may_split
             and spec.stored_response is None  # the replica that has it knows the prompt alone
         )
@@ -91,7 +86,7 @@ class PrefillPlanner:
     ) -> Candidate | None:
         """Choose the replica that computes the prompt; None: the chosen one itself."""
         # What the replica only waits for counts as well: its engine would not wait for it again.
-        if question.prompt_tokens - chosen.cached_tokens < self._least:
+        if question.prompt_tokens - chosen.cached_tokens < self.min_uncached_tokens:
             return None
         others = [each for each in serving.prefillers.values() if not each.removed]
         if serving.able[chosen.replica_id].config.role == "decode":
@@ -101,5 +96,5 @@ class PrefillPlanner:
             return None
         request = msgspec.structs.replace(question.request, is_for_prefill=True)
         asked = replace(question, request=request, choice=_RANK_OF_ITS_OWN)
-        ranking, _ = self._rank(asked, others)
+        ranking, _ = self.rank(asked, others)
         return ranking[0].candidate if ranking else None

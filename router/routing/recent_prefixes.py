@@ -17,6 +17,10 @@ from router._core import Books
 from router._core import RecentPrefixes as CoreRecentPrefixes
 from router.index.base import SourceId
 
+RECENT_STEP = 64
+"""Tokens between two keys of a prompt, here and in estimates; the same for all prompts of a
+model."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecentStatistics:

@@ -135,16 +135,10 @@ class ReplicaTokenizers:
     async def _post(
         self, replica: Replica, path: str, body: bytes, timeouts: Timeouts
     ) -> tuple[int, bytes]:
-        status, _, response = await self.upstream.fetch(
-            replica.origin,
-            b"POST",
-            path.encode(),
-            body,
-            timeouts,
-            _RESPONSE_BYTES,
-            (*_HEADERS, *replica.headers),
+        headers = *_HEADERS, *replica.headers
+        return await self.upstream.fetch(
+            replica.origin, path.encode(), timeouts, _RESPONSE_BYTES, headers, b"POST", body
         )
-        return status, response
 
 
 # --- do they tokenise as the router does? ---------------------------------------------------------

@@ -121,24 +121,17 @@ class Steering:
                 self._name(keys[length // STEP - 1], length)
         return hints
 
-    def look_up(self, keys: Sequence[int], cached_tokens: int, step: int) -> None:
-        """Count the outcome of earlier hints; call it before `hints`.
-
-        Args:
-            cached_tokens: The prompt's hit where it is sent.
-            step: Tokens from one length of a hit to the next, at most.
-        """
-        self.count_outcome(self.named(keys), cached_tokens, step)
-
     def named(self, keys: Sequence[int]) -> list[int]:
         """The lengths of a prompt's prefixes that were named, for `count_outcome`."""
         return [self._named[key] for key in keys if key in self._named]
 
     def count_outcome(self, lengths: Sequence[int], cached_tokens: int, step: int) -> None:
-        """Count like `look_up`, where it is known only later where a prompt is sent.
+        """Count the outcome of earlier hints.
 
         Args:
             lengths: From `named`, before `hints`.
+            cached_tokens: The prompt's hit where it is sent.
+            step: Tokens from one length of a hit to the next, at most.
         """
         if not lengths:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from random import Random
 
-from router.config.versions import VersionConfig, VersionedModelConfig
+from router.config.models import VersionConfig, VersionedModelConfig
 
 
 class Versions:

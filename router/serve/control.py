@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import uvicorn
 from async_timeout import timeout
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvevents.tasks import begin_lasting
 from router.config.certificates import LISTENER, REPLICAS, Certificate
 from router.errors import ConfigError, ConfigProblem
-from router.plane.control import BehindPlane
-from router.plane.data_plane import DataPlane
+from router.plane.data_plane import CLIENT_HEADER, DataPlane
 from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from router.routing.admission import Admission, Elsewhere
 
@@ -27,21 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class Decides(Protocol):
-    """Decides requests in the core; see `NativeDecisions`."""
+    """Decides requests in the core; `NativeDecisions` has what each call does."""
 
-    def under_way(self) -> int:
-        """Return how many of them are under way."""
-        raise NotImplementedError
-
-    def allow(self, most: int) -> None:
-        """Limit how many of them are under way from now on."""
-
-    def run(self, plane: DataPlane) -> Coroutine[Any, Any, None]:
-        """Keep the core's picture true, until cancelled."""
-        raise NotImplementedError
-
-    def stop(self, plane: DataPlane) -> None:
-        """Decide none any more."""
+    def under_way(self) -> int: ...
+    def allow(self, most: int) -> None: ...
+    def run(self, plane: DataPlane) -> Coroutine[Any, Any, None]: ...
+    def stop(self, plane: DataPlane) -> None: ...
 
 
 class ControlServer(uvicorn.Server):
@@ -154,6 +144,22 @@ class ControlServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+class BehindPlane:
+    """The application, with the real client's address in its scope."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            client = next((value for name, value in headers if name == CLIENT_HEADER), b"")
+            host, _, port = client.decode("latin-1").rpartition(" ")
+            scope["client"] = host, int(port or 0)
+            scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_HEADER]
+        await self._application(scope, receive, send)
+
+
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         BehindPlane(app),
@@ -214,4 +220,5 @@ class PlaneCertificates:
 def _pem_files(certificate: Certificate | None) -> PemFiles:
     if certificate is None:
         return PemFiles()
-    return PemFiles(certificate.certificate, certificate.key, certificate.authorities)
+    names = certificate.certificate, certificate.key, certificate.authorities
+    return PemFiles(*(name or "" for name in names))

@@ -13,8 +13,8 @@ from kvevents.errors import KVEventsError
 from kvevents.tasks import begin_lasting
 from router.config.origin import Header, Origin
 from router.config.values import POLLED
-from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed, SourceOptions
+from router.feed.snapshot_file import SnapshotRestorer
 from router.fleet.entrance import Entrance
 from router.fleet.registry import ReplicaListener, ReplicaRegistry
 from router.fleet.replica import Replica
@@ -77,7 +77,7 @@ class ReplicaFollower(ReplicaListener):
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""
-        self.planner.note_streams(replica)
+        self.planner.fleets.note_streams(replica)
         for name in replica.served.models:
             self.models.discover(name)
         for adapter, parent in replica.served.adapters:
@@ -90,15 +90,14 @@ class ReplicaFollower(ReplicaListener):
         self._forget_unserved_models()
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        """Follow the streams it has now."""
-        self.planner.note_streams(replica)
+        self.planner.fleets.note_streams(replica)
         self._follow(replica, before, replica.sources)
 
     def on_reconfigured(self, replica: Replica) -> None:
         """Nothing follows: decisions and polls read the current options."""
 
     def on_removed(self, replica: Replica) -> None:
-        self.planner.note_streams(replica)
+        self.planner.fleets.note_streams(replica)
         self.planner.visits.forget(replica.id)
         self.tokenizer_check.forget(replica.id)
         self.on_gone(replica.id)

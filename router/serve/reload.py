@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.config.files import Stamp, stamp_of
+from router.config.document import Stamp, stamp_of
 from router.config.schema import RouterConfig
 from router.errors import ConfigError
 from router.telemetry.metrics import RouterMetrics

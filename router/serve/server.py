@@ -60,7 +60,7 @@ from router.doors.proxied_paths import PREPARED, ProxiedPaths, dialect_of
 from router.doors.reservations import RESERVE_PATH, ReservationStatistics
 from router.doors.terms_reader import TermsReader
 from router.errors import ConfigError, Overloaded
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.index.index import PrefixIndex
 from router.index.mirror_types import WORTH_PUBLISHING
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
@@ -97,8 +97,6 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread that renders metrics or tokenises may keep the event loop, and with it every
 stream, waiting each time. With Python's own 5 ms, the slowest 5 % of the tokens come 12 ms late;
 with this, 1 ms."""
-
-
 _COLLECTION_THRESHOLDS = (20_000, 20, 50)
 """Objects that survive until the young, the middle and the old are looked through. Requests leave
 few cycles behind, and Python's own 700 would look through all that are under way hundreds of times
@@ -120,19 +118,33 @@ class RouterApp:
     """
 
     def __init__(self, service: RouterService) -> None:
-        self._logs_access = service.config.observability.access_log
-        paths = ProxiedPaths(service.config.server.extra_paths)
-        guard = _guard(service)
-        terms = _terms_reader(service)
-        self.gateway = Gateway(service, guard, paths, terms)
-        self.paths = paths
-        self.desk = _desk(service, terms)
+        config, admission, entrance = service.config, service.admission, service.entrance
+        self._logs_access = config.observability.access_log
+        self.paths = ProxiedPaths(config.server.extra_paths)
+        guard = Guard(
+            config.server,
+            lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+            service.key_limits.usages,
+            service.peer_key,
+        )
+        session_header = config.policy.session_header.encode()
+        terms = TermsReader(session_header, entrance, config.server.trust_client_rank)
+        self.gateway = Gateway(service, guard, self.paths, terms)
+        self.desk = Desk(
+            service.dispatcher,
+            service.observers,
+            admission,
+            entrance,
+            EngineOrder(config.overload),
+            service.reservations,
+            terms,
+        )
         """Answers gateways that send requests themselves."""
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
         parts = ApiParts(service, guard, service.reservations, render, traces)
         lifespan = _with_picker(service.lifespan, self, service)
-        self._api = _api(parts, paths, self.desk, lifespan)
+        self._api = _api(parts, self.paths, self.desk, lifespan)
         self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
 
@@ -148,33 +160,6 @@ class RouterApp:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         await self._api(scope, receive, send)
-
-
-def _guard(service: RouterService) -> Guard:
-    return Guard(
-        service.config.server,
-        lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
-        service.key_limits.usages,
-        service.peer_key,
-    )
-
-
-def _terms_reader(service: RouterService) -> TermsReader:
-    config = service.config
-    session_header = config.policy.session_header.encode()
-    return TermsReader(session_header, service.entrance, config.server.trust_client_rank)
-
-
-def _desk(service: RouterService, terms: TermsReader) -> Desk:
-    return Desk(
-        service.dispatcher,
-        service.observers,
-        service.admission,
-        service.entrance,
-        EngineOrder(service.config.overload),
-        service.reservations,
-        terms,
-    )
 
 
 def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk, lifespan: _Lifespan) -> FastAPI:
@@ -302,11 +287,11 @@ def _control_server(
 ) -> ControlServer:
     """The application behind the data plane, which takes clients once that listens at *path*."""
     config, guard = service.config, app.gateway.guard
-    ranker, reserved = service.ranker, service.reservations.core
+    planner, reserved = service.planner, service.reservations.core
     natives = None
-    if not ranker.asks_a_plug_in:  # what a plug-in would say, the core does not know
+    if not planner.asks_a_plug_in:  # what a plug-in would say, the core does not know
         natives = NativeDecisions(
-            service, service.dispatcher, ranker, reserved, guard.clients_see_hits
+            service, service.dispatcher, planner, reserved, guard.clients_see_hits
         )
     check_key = functools.partial(guard.check, "client", {})
     check_asker = functools.partial(guard.check, guard.asks_for_hits, {})
@@ -341,7 +326,7 @@ def _control_server(
         _announce(listener, config)
 
     server.on_listening = listens
-    service.on_give_up(plane.give_up)
+    service.follower.give_up = plane.give_up
     service.count_connections = plane.counts
     return server
 

@@ -19,9 +19,8 @@ from kvevents.tasks import begin_lasting
 from router.config.certificates import PEERS, context_of, replica_certificate
 from router.config.schema import RouterConfig
 from router.doors.reservations import Reservations
-from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
-from router.feed.snapshot_file import SnapshotKeeper, read_file
+from router.feed.snapshot_file import SnapshotKeeper, SnapshotRestorer, read_file
 from router.feed.snapshot_peers import PeerLimits, Peers, Sender, peer_key
 from router.feed.snapshot_records import IndexSnapshot
 from router.fleet.client import UpstreamClient
@@ -41,10 +40,8 @@ from router.prompt.processes import LargeWork
 from router.routing.admission import Admission
 from router.routing.booking import Bookings
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import Ranker, RoutePlanner
-from router.routing.prefill import PrefillPlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -60,8 +57,9 @@ from router.serve.settings import (
     make_tracing_of,
     mirror_of,
     patient_timeouts,
-    proxy_settings,
+    proxy_timeouts,
     repair_times,
+    retry_limits,
     secret_of,
     subscriber_options,
     with_live_options,
@@ -78,7 +76,6 @@ from router.telemetry.self_repair import CacheFacts, SelfRepair
 from router.telemetry.shortages import Shortages
 
 logger = logging.getLogger(__name__)
-
 
 FORGET_RESTORED_AFTER_S = 300.0
 """Replicas of a snapshot that no provider has named by then are forgotten."""
@@ -120,7 +117,7 @@ class RouterService(RouterParts):
 
         Args:
             registry: Takes the metrics; None: a registry of their own.
-            new_index: Makes the index of a model; see `ModelSet`.
+            new_index: Makes the index of a model; takes a `secret` shared with other routers.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used.
             PolicyError: The policy cannot be made.
@@ -151,11 +148,11 @@ class RouterService(RouterParts):
         self.count_connections = dict
         self._make_overload()
         self._make_caches(new_index)
-        planner = self._planner = self._make_routing()
-        self._watchers.decisions = planner.ranker.decider.decisions
-        self._make_observation(planner)
-        self.registry.subscribe(self._follower)
-        self.exchange = None if self.board is None else self._make_exchange(self.board, planner)
+        self._make_routing()
+        self._watchers.decisions = self.planner.decider.decisions
+        self._make_observation()
+        self.registry.subscribe(self.follower)
+        self.exchange = None if self.board is None else self._make_exchange(self.board)
         self._exchanging: asyncio.Task[None] | None = None
 
     def _make_overload(self) -> None:
@@ -201,12 +198,13 @@ class RouterService(RouterParts):
             self._upstream,
         )
         self.approximate = approximate_of(config, self.feed, self.mirror)
+        if self._secret is not None:  # all routers with it have the same keys for prefixes
+            new_index = functools.partial(new_index, secret=self._secret)
         self.models = ModelSet(
             config.models,
             tokenizers.ask_one_of,
             new_index,
             self._large_work,
-            self._secret,
             Versions(config.versioned_models),
         )
         self._make_snapshots()
@@ -227,9 +225,9 @@ class RouterService(RouterParts):
             config.events.self_repair,
         )
 
-    def _make_routing(self) -> RoutePlanner:
+    def _make_routing(self) -> None:
         config = self.config
-        planner = RoutePlanner(
+        self.planner = RoutePlanner(
             make_policy(config.policy.name, PolicySettings(config.weights, config.policy.options)),
             Known(
                 self._load,
@@ -245,25 +243,14 @@ class RouterService(RouterParts):
         self.dispatcher: Dispatcher = Dispatcher(
             self.models,
             self.registry,
-            planner,
+            self.planner,
             config.policy.name,
             self.responses,
             self._large_work,
             owns_priority=config.owns_priority,
-            prefill=PrefillPlanner(planner.rank, config.prefill.min_uncached_tokens),
+            prefill_min_uncached_tokens=config.prefill.min_uncached_tokens,
         )
-        self.proxy = PlaneProxy(proxy_settings(config), self.shortages.note)
-        return planner
-
-    @property
-    def ranker(self) -> Ranker:
-        """Return the part that has the core decide."""
-        return self._planner.ranker
-
-    def on_give_up(self, call: Callable[[str, float], None]) -> None:
-        """Have *call* end the requests at a replica that does not respond: by the key of its
-        origin, and the least silence of a stream in seconds."""
-        self._follower.give_up = call
+        self.proxy = PlaneProxy(proxy_timeouts(config), retry_limits(config), self.shortages.note)
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
         """Return the blocks that the caches of each replica hold and have lost."""
@@ -283,11 +270,11 @@ class RouterService(RouterParts):
                 removed[source.replica].update(counts)
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
-    def _make_observation(self, planner: RoutePlanner) -> None:
+    def _make_observation(self) -> None:
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
-            bookings=Bookings(self._load, planner.visits, self.repair.quiet),
+            bookings=Bookings(self._load, self.planner.visits, self.repair.quiet),
             metrics=self.metrics,
             replicas=self.registry,
             log=self.request_log,
@@ -296,19 +283,19 @@ class RouterService(RouterParts):
             shortages=self.shortages,
             taps=self.feed.taps,
         )
-        self._follower = ReplicaFollower(
+        self.follower = ReplicaFollower(
             registry=self.registry,
             models=self.models,
             entrance=self.entrance,
             tokenizer_check=self.tokenizer_check,
             feed=self.feed,
-            planner=planner,
+            planner=self.planner,
             observers=self.observers,
             beginning=self._beginning,
         )
         doors = self.config.doors
         self.reservations = Reservations(doors.max_reservations, doors.reservation_idle_s)
-        self._follower.on_gone = self.reservations.replica_gone
+        self.follower.on_gone = self.reservations.replica_gone
 
     def _make_snapshots(self) -> None:
         """Make the parts that restore snapshots of caches and write them."""
@@ -333,7 +320,7 @@ class RouterService(RouterParts):
             )
         self._beginning = SnapshotRestorer(places, self.feed, self.config.board.secret is not None)
 
-    def _make_exchange(self, board: Board, planner: RoutePlanner) -> BoardExchange:
+    def _make_exchange(self, board: Board) -> BoardExchange:
         sharing = self.sharing = Sharing(
             self._load,
             self.mirror,
@@ -346,7 +333,7 @@ class RouterService(RouterParts):
         exchange = BoardExchange(board, sharing.collect, sharing.take)
         # Only where chance decides between equals, not where it decides everything.
         breaks_ties = self.config.policy.name in ("prefix", LEAST_DELAY)
-        planner.share(exchange.catch_up, exchange.soon, breaks_ties)
+        self.planner.share(exchange.catch_up, exchange.soon, breaks_ties)
         return exchange
 
     def publish_soon(self) -> None:
@@ -374,7 +361,7 @@ class RouterService(RouterParts):
         events = self.config.events
         if events.listen is not None:
             self.feed.listen(events.listen, events.listen_ranks)
-        self._follower.start()
+        self.follower.start()
         self.history.start()
         if self.exchange is not None:
             consequence = "nothing arrives from other routers any more"
@@ -418,7 +405,7 @@ class RouterService(RouterParts):
         await self.keeper.close()
         await self.registry.close()
         await self.tokenizer_check.close()
-        await self._follower.close()
+        await self.follower.close()
         await self.feed.close()
         self._probes.close()
         await self._upstream.close()

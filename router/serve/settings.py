@@ -27,17 +27,13 @@ from router.fleet.gate import GateOptions
 from router.fleet.replica import Replica
 from router.index.mirror import ApproximateCaches, Mirror
 from router.plane.attempts import RetryLimits
-from router.plane.proxy_types import ProxySettings
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.self_repair import RepairTimes
 
 if TYPE_CHECKING:
     from router.telemetry.otel import OtelTracing
 
-
 _RESPONSE_BYTES = 16 * 1024 * 1024
-
-
 _RESPONSE_S = 2.0
 
 
@@ -75,14 +71,8 @@ class ReplicaResponses:
         """Return whether a replica has the response of that id, which must fit into a path."""
         target = b"/v1/responses/" + response_id.encode()
         try:
-            status, _, _ = await self._upstream.fetch(
-                replica.origin,
-                b"GET",
-                target,
-                b"",
-                self._timeouts,
-                _RESPONSE_BYTES,
-                replica.headers,
+            status, _ = await self._upstream.fetch(
+                replica.origin, target, self._timeouts, _RESPONSE_BYTES, replica.headers
             )
         except ResponseTooLarge:
             return True
@@ -139,12 +129,14 @@ def approximate_of(config: RouterConfig, feed: Feed, mirror: Mirror) -> Approxim
     )
 
 
-def proxy_settings(config: RouterConfig) -> ProxySettings:
-    timeouts, retries = config.server.timeouts, config.server.retries
-    return ProxySettings(
-        Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
-        retries=RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst),
-    )
+def proxy_timeouts(config: RouterConfig) -> Timeouts:
+    timeouts = config.server.timeouts
+    return Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s)
+
+
+def retry_limits(config: RouterConfig) -> RetryLimits:
+    retries = config.server.retries
+    return RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst)
 
 
 def patient_timeouts(config: RouterConfig) -> Timeouts:

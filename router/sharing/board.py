@@ -84,7 +84,6 @@ class BoardExchange:
     """Synchronises one process with its board. Belongs to one event loop."""
 
     board: Board
-    """The board."""
     collect: Callable[[], Slot]
     take: Callable[[Mapping[str, Slot]], None]
     """Takes what all others publish, by writer, whenever it has changed."""

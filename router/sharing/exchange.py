@@ -19,14 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from router.config.board import BoardConfig
 from router.config.extras import import_extra
+from router.config.sharing import BoardConfig
 from router.errors import ConfigError, ConfigProblem
-from router.fleet.limits import KeyCounts, KeyLimits
+from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad, sum_of
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
-from router.fleet.types import Health
+from router.fleet.types import ReplicaState
 from router.index.base import SourceId, pack_keys, unpack_keys
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP, Prefilling
@@ -38,32 +38,26 @@ from router.sharing.slots import MAX_KEYS, SharedLoad, SharedPrefix, Slot, fitti
 MAX_COMPARED = 16
 """The most prompts at one cache that one with the same beginning is compared with."""
 
-_WriterPrefix = tuple[str, int]
-"""One prefix of a writer."""
-
 
 @dataclass(eq=False, repr=False)
 class Sharing:
     """One process's side of the board. Belongs to one event loop."""
 
     load: LoadTracker
-    """The requests in flight at each replica."""
     mirror: Mirror
     recent: RecentPrefixes
-    """The prefixes that were just sent, by cache."""
     registry: ReplicaRegistry
     quiet: QuietMoments
-    """The moments with one request at a replica."""
     model_of: Callable[[str], Model | None]
     """Returns a model by its name: its index reads the keys of prefixes."""
     keys: KeyLimits
-    """The usage of limited keys."""
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
     def __post_init__(self) -> None:
         self._packed: dict[int, SharedPrefix] = {}
-        self._known: dict[_WriterPrefix, Prefilling] = {}
+        self._known: dict[tuple[str, int], Prefilling] = {}
+        """The prompts of others, by writer and number."""
         self._unhealthy: dict[str, frozenset[str]] = {}
         self._begun: dict[str, Mapping[str, int]] = {}
         self.foreign_prefixes = 0
@@ -73,7 +67,6 @@ class Sharing:
     # --- publishing -------------------------------------------------------------------------------
 
     def collect(self) -> Slot:
-        """Return what to publish now."""
         return Slot(
             loads=tuple(
                 SharedLoad(
@@ -91,13 +84,10 @@ class Sharing:
             unhealthy=tuple(
                 replica.id
                 for replica in self.registry.replicas()
-                if replica.record.health is Health.UNHEALTHY
+                if replica.record.health is ReplicaState.UNHEALTHY
             ),
             begun=self.quiet.begun(),
-            keys={
-                name: (counts.requests, counts.tokens, counts.in_flight)
-                for name, counts in self.keys.counts().items()
-            },
+            keys=self.keys.counts(),
         )
 
     def _prefixes(self) -> list[SharedPrefix]:
@@ -138,10 +128,7 @@ class Sharing:
         loads = _summed(slots, twice)
         self.load.take_others(loads)
         self.registry.others_reported([at for at in loads if isinstance(at, str)], MOST_DELAY_S)
-        self.keys.take_elsewhere(
-            {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
-            for slot in slots.values()
-        )
+        self.keys.take_elsewhere(slot.keys for slot in slots.values())
         self.mirror.take_others(received)
         now = self.clock()
         for writer, slot in slots.items():
@@ -203,18 +190,7 @@ def valkey_board(config: BoardConfig, secret: bytes | None) -> Board | None:
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError([ConfigProblem(f"board.{name}", f"{path}: no such file")])
-    board: Board = module.connect(
-        config.url,
-        module.Credentials(
-            config.username,
-            None if config.password is None else config.password.get_secret_value(),
-            config.ca,
-            config.certificate,
-            config.key,
-        ),
-        config.prefix,
-        secret,
-    )
+    board: Board = module.connect(config, secret)
     return board
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from router.errors import RouterError
+from router.fleet.types import KeyCounts, SharedCount
 
 VERSION = 2
 MAX_BYTES = 1_000_000
@@ -19,7 +20,6 @@ MAX_KEYS = 512
 """The keys of one prefix: the first 32,768 tokens."""
 
 _Id = Annotated[str, msgspec.Meta(max_length=256)]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 _KEY_BYTES = 8
 
@@ -34,25 +34,25 @@ class SharedLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     replica: _Id
     dp_rank: _Rank | None
     """None stands for the whole replica."""
-    prefilling_requests: _Number
-    prefill_tokens: _Number
-    decoding_requests: _Number
-    context_tokens: _Number
+    prefilling_requests: SharedCount
+    prefill_tokens: SharedCount
+    decoding_requests: SharedCount
+    context_tokens: SharedCount
 
 
 class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A prompt that is being computed at a cache, or has just been."""
 
-    number: _Number
+    number: SharedCount
     """Its number among the writer's prompts; the same prompt keeps it."""
     model: _Id
     key_space: Annotated[bytes, msgspec.Meta(max_length=16)]
     """How the keys were made: readers of another key space cannot use them."""
     replica: _Id
     dp_rank: _Rank
-    tokens: _Number
+    tokens: SharedCount
     """The length of the whole prompt."""
-    queued_tokens: _Number
+    queued_tokens: SharedCount
     """The last of these, which have still to be computed there. They are in its load too."""
     keys: Annotated[bytes, msgspec.Meta(max_length=_KEY_BYTES * MAX_KEYS)]
     """From `pack_keys`."""
@@ -65,11 +65,10 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     prefixes: Annotated[tuple[SharedPrefix, ...], msgspec.Meta(max_length=8192)] = ()
     unhealthy: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=8192)] = ()
     """Replicas that it found unhealthy."""
-    begun: Annotated[dict[_Id, _Number], msgspec.Meta(max_length=8192)] = {}
+    begun: Annotated[dict[_Id, SharedCount], msgspec.Meta(max_length=8192)] = {}
     """Requests that it has sent to each replica since its start."""
-    keys: Annotated[dict[_Id, tuple[_Number, _Number, _Number]], msgspec.Meta(max_length=8192)] = {}
-    """The keys of clients that have limits: requests and tokens of the last minute, requests in
-    flight."""
+    keys: Annotated[dict[_Id, KeyCounts], msgspec.Meta(max_length=8192)] = {}
+    """The keys of clients that have limits."""
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION
 
 

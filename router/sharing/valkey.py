@@ -37,6 +37,7 @@ from redis.exceptions import RedisError
 from typing_extensions import override
 
 from kvevents.pacing import Backoff
+from router.config.sharing import BoardConfig
 from router.sharing.board import Board, BoardStatistics
 from router.sharing.slots import MAX_BYTES
 
@@ -73,32 +74,23 @@ kind. Only the client's calls stand where they are caught."""
 _MAX_REASON_CHARS = 200
 
 
-class Credentials(NamedTuple):
-    """The router's identity to the server. Paths are those of PEM files."""
-
-    username: str | None
-    password: str | None
-    ca: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-
-
-def connect(url: str, credentials: Credentials, prefix: str, secret: bytes) -> ValkeyBoard:
+def connect(config: BoardConfig, secret: bytes) -> ValkeyBoard:
     """A board on a server, which is connected to when it runs."""
+    url, password = config.url or "", config.password
     tls: dict[str, Any] = {
-        "ssl_ca_certs": credentials.ca,
-        "ssl_certfile": credentials.certificate,
-        "ssl_keyfile": credentials.key,
+        "ssl_ca_certs": config.ca,
+        "ssl_certfile": config.certificate,
+        "ssl_keyfile": config.key,
     }
     server = redis.Redis.from_url(
         "redis" + url.removeprefix("redis").removeprefix("valkey"),
-        username=credentials.username,
-        password=credentials.password,
+        username=config.username,
+        password=None if password is None else password.get_secret_value(),
         socket_timeout=TIMEOUT_S,
         socket_connect_timeout=TIMEOUT_S,
         **(tls if url.startswith(("rediss:", "valkeys:")) else {}),
     )
-    return ValkeyBoard(server, prefix, secret)
+    return ValkeyBoard(server, config.prefix, secret)
 
 
 class _Message(NamedTuple):

@@ -325,7 +325,7 @@ def _model_of(models: ModelSet, view: ReplicaView) -> str | None:
 
 def _pressure(mirror: Mirror, model: str, source: SourceId, engine: EngineLoad | None) -> float:
     capacity = None if engine is None else engine.cache_blocks
-    return mirror.outlook(model, source, capacity).reuse_probability
+    return mirror.eviction_cost(model, source, capacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

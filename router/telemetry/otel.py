@@ -45,7 +45,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from router.config.observability import TracingConfig
+from router.config.server import TracingConfig
 from router.errors import ConfigError, ConfigProblem
 from router.plane.usage import ReportedUsage
 from router.prompt.endpoints import FORMS, PROMPT_ENDPOINTS

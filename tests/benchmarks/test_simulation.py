@@ -43,6 +43,7 @@ from kvevents.publisher import announce
 from kvroute_engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from kvroute_engine.demo.blind import GroupBlindIndex
 from router.index.base import Hit, SourceId
+from tests.support.loads import statistics_of
 
 SMALL = partial(
     Chats,
@@ -137,7 +138,7 @@ def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
         )
     (router,) = run.simulation.routers
     assert isinstance(router, SimulatedRouter)
-    statistics = router.load.statistics()
+    statistics = statistics_of(router.load)
     assert (statistics.in_flight, statistics.started, dict(statistics.replicas)) == (
         0,
         len(records),
@@ -188,7 +189,7 @@ def test_two_routers_share_the_requests_and_hear_all_events() -> None:
     first, second = run.simulation.routers
     assert isinstance(first, SimulatedRouter)
     assert isinstance(second, SimulatedRouter)
-    started = [router.load.statistics().started for router in (first, second)]
+    started = [statistics_of(router.load).started for router in (first, second)]
     assert sum(started) == len(run.outcome.records)
     assert abs(started[0] - started[1]) <= 1
     tokens = list(range(1000, 1300))

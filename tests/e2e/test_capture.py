@@ -121,7 +121,9 @@ async def test_which_replica_to_record_is_asked_for(tmp_path: Path) -> None:
     with router_process(ALLOWED) as router:
         url = ("capture", "--url", router.url, "-o", output)
         assert "name one of the router's replicas: none" in await finish(start(*url))
-        assert "no replica has the id 'b'" in await finish(start(*url, "--replica", "b"))
+        for name in ("b", "a b", "b\xe9"):  # also one that a path holds only in another form
+            said = await finish(start(*url, "--replica", name))
+            assert f"no replica has the id {name!r}" in said
     assert list(tmp_path.iterdir()) == []
 
 

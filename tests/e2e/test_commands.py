@@ -115,6 +115,31 @@ def test_check_names_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert f"models[0]: {tmp_path}/google/gemma-3-12b-it: no such directory; must be" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ("events: {curve_keys: missing}", "events.curve_keys"),
+        ("events: {hash_key: missing}", "events.hash_key"),
+        ("state: {peer_tls: {ca: missing}}", "state.peer_tls.ca"),
+        ("board: {url: 'rediss://a', secret: s, ca: missing}", "board.ca"),
+        (
+            "doors: {ext_proc: {listen: '127.0.0.1:0', tls: {certificate: missing, key: missing}}}",
+            "doors.ext_proc.tls.certificate",
+        ),
+    ],
+)
+def test_check_reads_every_file_that_a_start_reads(
+    tmp_path: Path, section: str, place: str
+) -> None:
+    """It looked at some, and a deployment that relied on it did not come up."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text(section)
+    done = kvroute("serve", "--config", str(path), "--check")
+    assert done.returncode == 2
+    assert f"  {place}: " in done.stderr
+    assert "missing" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
 def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     tmp_path: Path, name: str

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from router.doors.http.access import WrongKeys
-from router.prompt.body.rewriting import with_tenant_salt
-from router.prompt.errors import RequestBodyError
+from router.errors import BadRequest
+from router.prompt.body.salting import with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids
 from tests.support.http_client import Answer, HttpClient, connect, request_bytes
@@ -736,7 +736,7 @@ def test_a_salted_body_is_read_with_the_salt_and_nothing_else_changed(
 @pytest.mark.parametrize("body", [b"[1]", b"{", b"", b'{"cache_salt": ""}', b'{"cache_salt": 3}'])
 def test_a_body_that_takes_no_salt_is_refused(body: bytes) -> None:
     """The client hears what is wrong with it; an engine might take no salt for none."""
-    with pytest.raises(RequestBodyError):
+    with pytest.raises(BadRequest):
         with_tenant_salt(body, b"tenant")
 
 

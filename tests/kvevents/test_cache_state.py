@@ -549,7 +549,7 @@ def test_a_reset_replaces_everything() -> None:
     """After a loss only the whole state is of use."""
     state = state_of([FULL])
     state.apply([PROMPTS[0].stored(0, FULL)])
-    state.mark_incomplete()
+    state.is_complete = False
     assert not state.is_complete
     state.reset([PROMPTS[2].stored(0, FULL)])
     assert state.is_complete

@@ -143,12 +143,6 @@ def test_a_replay_begins_where_the_last_one_proved_everything_within_bounds() ->
     assert tracker.recall(340 - 99) == mark(340 - 99)
 
 
-def test_remembering_nothing_is_refused() -> None:
-    """Without the last batch a replay proves nothing."""
-    with pytest.raises(ValueError, match="remembered is 0"):
-        SequenceTracker(0)
-
-
 @given(st.integers(1, 40), st.integers(0, 2**32), st.integers(1, 120))
 def test_memory_is_exactly_the_last_batches_whatever_came(
     remembered: int, seed: int, steps: int

@@ -52,13 +52,13 @@ async def subscribed(
 async def take(subscription: Subscription, count: int) -> list[Batch]:
     found: list[Batch] = []
     while len(found) < count:
-        batch = subscription.next_batch(None)
+        batch = subscription.next_batch()
         if batch is not None:
             found.append(batch)
         elif subscription.is_down:
             break
         else:
-            await subscription.wait(20.0)
+            await subscription.wake_up.wait(20.0)
     return found
 
 

@@ -42,7 +42,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/index/layout_learner.py": _CORE,
     "router/index/hash_finder.py": _CORE,
     # Routing and scoring.
-    "router/routing/known.py": ("tests/router/routing", "tests/router/telemetry"),
     "router/routing/planner.py": (
         "tests/router/routing",
         "tests/router/telemetry",
@@ -139,7 +138,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     # What outlives a process, or comes from another.
     "router/sharing/slots.py": ("tests/router/sharing",),
     "router/sharing/valkey.py": ("tests/router/sharing",),
-    "router/feed/beginning.py": ("tests/router/feed",),
     "router/feed/snapshot_file.py": ("tests/router/feed",),
     "router/feed/snapshot_peers.py": ("tests/router/feed",),
     "router/feed/snapshot_records.py": ("tests/router/feed", "tests/router/index/test_dump.py"),
@@ -163,9 +161,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "offload/event_log.py": ("tests/offload/test_event_log.py",),
     "offload/groups/base.py": _GROUPS,
-    "offload/groups/full.py": _GROUPS,
-    "offload/groups/sliding_window.py": _GROUPS,
-    "offload/groups/chunked_local.py": _GROUPS,
+    "offload/groups/local.py": _GROUPS,
     "offload/groups/mamba.py": _GROUPS,
     "offload/transfer/plan.py": ("tests/offload/transfer",),
 }

@@ -7,11 +7,12 @@ from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.hashing import HashChain
-from kvevents.layout import KVCacheGroup
+from kvevents.layout import KVCacheGroup, KVCacheLayout
 from offload.block import Block
 from offload.block_pool import BlockPool
+from offload.config import CacheConfig
 from offload.event_log import EventLog
-from offload.groups.base import GroupManager, GroupSettings, RequestNeed, Retention
+from offload.groups.base import GroupManager, RequestNeed, Retention
 from offload.request import CacheRequest, RequestHasher
 
 CHAIN = HashChain.from_seed("sha256", "a seed")
@@ -48,9 +49,21 @@ def manager_of(
     eagle: bool = False,
 ) -> GroupManager:
     """One group with a pool of its own, whose blocks are given out as 1, 2, 3 and so on."""
-    step = scheduler_block_size or group.block_size
-    settings = GroupSettings(GROUP_0, group, step, max_in_flight_tokens, max_model_len, eagle)
-    return kind(settings, BlockPool(num_blocks, [group], EventLog([group])))
+    config = CacheConfig(
+        layout=KVCacheLayout(
+            groups=(group,),
+            hash_block_size=group.block_size,
+            scheduler_block_size=scheduler_block_size or group.block_size,
+            eagle=frozenset({0} if eagle else ()),
+        ),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+        enable_caching=True,
+        enable_events=True,
+        retention_interval=None,
+    )
+    return kind(GROUP_0, config, BlockPool(num_blocks, [group], EventLog([group])))
 
 
 def need(

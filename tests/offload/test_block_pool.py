@@ -329,16 +329,6 @@ def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int)
     assert pool.get_new_blocks(0) == []
 
 
-@pytest.mark.parametrize("num_blocks", [1, 0, -3])
-def test_a_pool_has_the_null_block_and_one_to_give(num_blocks: int) -> None:
-    """With fewer no request could ever run."""
-    with pytest.raises(
-        BlockRangeError,
-        match=f"^num_blocks {num_blocks} must be at least 2: the null block and one to hold$",
-    ):
-        pool_of(num_blocks)
-
-
 def test_evictions_and_resets_only_ever_count_up() -> None:
     """A hit is stale when the count has changed: a reset may not undo what an eviction added."""
     pool = pool_of()

@@ -9,20 +9,11 @@ from hypothesis import given, settings
 from kvevents.layout import GroupKind, KVCacheGroup
 from offload.block_pool import BlockPool
 from offload.config import CacheConfig
-from offload.coordinator import (
-    Coordinator,
-    HybridCoordinator,
-    SingleGroupCoordinator,
-    UncachedCoordinator,
-    create_coordinator,
-    resume_positions,
-)
-from offload.groups.base import RequestNeed
-from offload.groups.chunked_local import ChunkedLocalManager
+from offload.coordinator import Coordinator, resume_positions
+from offload.groups.base import GroupManager, RequestNeed
 from offload.groups.cross_attention import CrossAttentionManager
-from offload.groups.full import FullAttentionManager
+from offload.groups.local import ChunkedLocalManager, SlidingWindowManager
 from offload.groups.mamba import MambaManager
-from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 from tests.offload.small_cache import ids, request
 from tests.support.cache_driver import positions_read
@@ -41,7 +32,7 @@ from tests.support.engine_model import Has, defined_hit, defined_own
 
 def coordinator_of(config: CacheConfig) -> Coordinator:
     pool = BlockPool(config.num_blocks, config.layout.groups)
-    return create_coordinator(config, pool)
+    return Coordinator(config, pool)
 
 
 def prompt_of(config: CacheConfig, tokens: int, request_id: str = "a") -> CacheRequest:
@@ -87,25 +78,7 @@ def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int
     return found
 
 
-# --- three forms ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("groups", "caching", "form"),
-    [
-        ([full()], True, SingleGroupCoordinator),
-        ([mamba()], True, SingleGroupCoordinator),
-        ([full(), window(9)], True, HybridCoordinator),
-        ([full(), cross()], True, HybridCoordinator),
-        ([full()], False, UncachedCoordinator),
-        ([full(), window(9)], False, UncachedCoordinator),
-    ],
-)
-def test_the_form_follows_from_the_configuration(
-    groups: list[KVCacheGroup], caching: bool, form: type[Coordinator]
-) -> None:
-    """A single group needs no agreement, and a cache without caching no hashes."""
-    assert type(coordinator_of(config_of(groups, enable_caching=caching))) is form
+# --- what a configuration makes of it -------------------------------------------------------------
 
 
 def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
@@ -117,7 +90,7 @@ def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
         ).managers
     ]
     assert kinds == [
-        FullAttentionManager,
+        GroupManager,
         SlidingWindowManager,
         ChunkedLocalManager,
         MambaManager,
@@ -138,18 +111,35 @@ def test_the_schedulers_block_size_reaches_every_group_unchanged() -> None:
     )
     coordinator = coordinator_of(config)
     assert coordinator.scheduler_block_size == 48
-    # An encoder's blocks take no part in hits: its group gets its own size.
-    assert [manager.settings.scheduler_block_size for manager in coordinator.managers] == [
-        48,
-        48,
-        48,
-        7,
+    managers = coordinator.managers
+    assert [(each.group_idx, each.block_size) for each in managers] == [
+        (0, 4),
+        (1, 8),
+        (2, 16),
+        (3, 7),
     ]
-    assert [manager.group_idx for manager in coordinator.managers] == [0, 1, 2, 3]
-    settings = [manager.settings for manager in coordinator.managers]
-    assert {(each.max_in_flight_tokens, each.max_model_len, each.eagle) for each in settings} == {
-        (5, 77, True)
-    }
+    assert all(each.config is config and each.eagle for each in managers)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ends"),
+    [([full()], [[4, 8, 12]]), ([full(), window(5)], [[4, 8], [8]])],
+)
+def test_only_groups_that_must_agree_leave_blocks_behind_the_last_end_of_a_hit(
+    groups: list[KVCacheGroup], ends: list[list[int]]
+) -> None:
+    """No hit of several groups can end there; a single one announces what vLLM's announces."""
+    config = CacheConfig.build(
+        groups,
+        num_blocks=40,
+        scheduler_block_size=8,
+        hash_block_size=4,
+        max_model_len=200,
+        retention_interval=None,
+    )
+    coordinator, prompt = coordinator_of(config), prompt_of(config, 12)
+    compute(coordinator, prompt, 12)
+    assert cached_ends(coordinator, prompt) == ends
 
 
 def test_without_caching_nothing_is_found_or_cached() -> None:

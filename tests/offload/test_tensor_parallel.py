@@ -25,7 +25,8 @@ from offload.base import (
     pack_offload_key,
 )
 from offload.cache_manager import CacheManager
-from offload.connector import OffloadingConnector, Tier
+from offload.connector.connector import OffloadingConnector
+from offload.connector.tier import Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.errors import CacheConfigError, TransferError

@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from router.fleet.load import (
     Follower,
-    LoadStatistics,
     Place,
     ReplicaLoad,
     sum_of,
 )
+from tests.support.loads import LoadStatistics
 
 NO_LOAD = ReplicaLoad()
 _FIELDS = ReplicaLoad.__struct_fields__

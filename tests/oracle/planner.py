@@ -28,8 +28,8 @@ from router.policies import (
     State,
     Weights,
 )
-from router.routing.known import RECENT_STEP
 from router.routing.question import RankChoice, RankQuestion
+from router.routing.recent_prefixes import RECENT_STEP
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.recent_prefixes import ReferenceRecent
 from tests.oracle.scoring.policies import Reference, waits
@@ -214,7 +214,7 @@ class ReferencePlanner:
         outlooks: list[Outlook]
         if mirror is not None and self._ranker.needs_outlook:
             progress, outlooks = mirror.outlooks(
-                request.model, caches, lambda number: replicas[number].cache_blocks, found.now
+                request.model, caches, lambda number: _cache_blocks(replicas[number]), found.now
             )
         else:
             progress, outlooks = [0.0] * len(caches), [IDLE] * len(caches)
@@ -295,7 +295,9 @@ class ReferencePlanner:
         for number, source in enumerate(caches):
             if source not in self._suspects and source not in approximate.silent:
                 continue
-            cache = approximate.stand_in(source, replicas[number].cache_tokens, found.now)
+            engine = replicas[number].engine_load
+            tokens = None if engine is None else engine.cache_tokens
+            cache = approximate.stand_in(source, tokens, found.now)
             if cache is None:
                 continue
             # An engine always computes the last token of a prompt.
@@ -417,3 +419,7 @@ def _sum_by_tier(*hits: Hit) -> tuple[tuple[str, int], ...]:
         for name, tokens in hit.by_tier:
             total[name] = total.get(name, 0) + tokens
     return tuple(total.items())
+
+
+def _cache_blocks(replica: Replica) -> int | None:
+    return None if replica.engine_load is None else replica.engine_load.cache_blocks

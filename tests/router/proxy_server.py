@@ -22,12 +22,13 @@ from router.plane.attempts import (
 )
 from router.plane.data_plane import DataPlane, PlaneListener, PlaneOptions
 from router.plane.exchanges import FailedFirst, PlaneExchange
-from router.plane.proxy_types import End, ProxyRequest, ProxySettings
+from router.plane.proxy_types import End, ProxyRequest
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.plane.secured import Secured
 from tests.support.waiting import DEADLINE_S, eventually
 
 TIMEOUTS = Timeouts(connect_s=600, first_byte_s=600, idle_s=600)
+_RETRIES = RetryLimits()
 
 
 class Recorder:
@@ -178,7 +179,8 @@ class ProxyServer:
     """Proxies every request along one plan, and knows what came of it."""
 
     plan: Sequence[Attempt]
-    settings: ProxySettings
+    timeouts: Timeouts
+    retries: RetryLimits
     client_stall_s: float
     max_connections: int
     rewrite: Rewrite
@@ -228,7 +230,7 @@ class ProxyServer:
 
     async def _run(self, listener: socket.socket, is_ready: threading.Event) -> None:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.proxy = PlaneProxy(self.settings, lambda what: None)
+        self.proxy = PlaneProxy(self.timeouts, self.retries, lambda what: None)
         self.plane = DataPlane(
             self,
             self.proxy,
@@ -305,15 +307,15 @@ async def proxy_server(
     client_stall_s: float = 600.0,
     max_connections: int = 0,
     rewrite: Rewrite = lambda request: request,
-    retries: RetryLimits | None = None,
+    retries: RetryLimits = _RETRIES,
     recorder_class: type[Recorder] = Recorder,
     may_fail: bool = False,
 ) -> AsyncIterator[ProxyServer]:
     """Serve until the block ends; then every request must be over, and nothing may have been logged
     as an error unless it *may_fail*."""
-    retries = retries or RetryLimits()
-    settings = ProxySettings(timeouts, retries=retries)
-    app = ProxyServer(plan, settings, client_stall_s, max_connections, rewrite, recorder_class)
+    app = ProxyServer(
+        plan, timeouts, retries, client_stall_s, max_connections, rewrite, recorder_class
+    )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     listener.setblocking(False)
     app.port = listener.getsockname()[1]

@@ -93,14 +93,10 @@ class Exported(Protocol):
     def restore(self, records: Iterable[bytes | memoryview]) -> None: ...
 
 
-VERSION = 9
-_MAGIC = b"kvroute index dump"
-
-
 def dump(index: Exported) -> Iterator[bytes]:
     """The state of an index in the frames of a snapshot, in pieces to be written one after the
     other. Each source is as it is when its piece is made."""
-    writer = FrameWriter(_MAGIC, VERSION)
+    writer = FrameWriter()
     yield writer.head
     for record in index.export():
         yield writer.framed(record)
@@ -115,7 +111,7 @@ def load(data: bytes, index: Exported) -> None:
         DumpError: The bytes are not a whole, undamaged dump of this version and implementation.
             The index is as before.
     """
-    index.restore(read_frames(memoryview(data), _MAGIC, VERSION))
+    index.restore(read_frames(memoryview(data)))
 
 
 # --- a mirror -------------------------------------------------------------------------------------
@@ -138,6 +134,43 @@ def in_prefill(mirror: Mirror, prompt: HashedPrompt, tokens: int = 0) -> dict[So
     """
     found = mirror.core.in_prefill(prompt.hashed, tokens)
     return {mirror.source_of(cache): Coming(*coming) for cache, *coming in found}
+
+
+class CacheOutlook(NamedTuple):
+    """Holds a cache's state for a new request, besides its hit."""
+
+    progress_tokens: float = 0.0
+    """Uncached tokens in prefill there that are computed by now."""
+    eviction_age_s: float | None = None
+    """How long the block evicted next has been idle; None while it evicts nothing."""
+    reuse_probability: float = 0.0
+    """The probability that the block evicted next is used again."""
+    uncached_tokens_per_s: float = 0.0
+    """Prompt tokens it got to compute lately, per second."""
+    arrivals_per_s: float = 0.0
+    """Requests sent to it lately, per second."""
+    refill: float = 1.0
+    """The cost of bringing back what it evicts, relative to computing it."""
+
+
+def outlook(
+    mirror: Mirror,
+    model: str,
+    source: SourceId,
+    capacity_blocks: int | None = None,
+    now: float | None = None,
+) -> CacheOutlook:
+    """Return the outlook of a cache for a new request.
+
+    Args:
+        source: The cache; an unknown one is idle and empty.
+        capacity_blocks: Its size by the engine.
+        now: On the mirror's clock; None: the time now.
+    """
+    number, caches = mirror.number_of_model(model), [mirror.number_of(source)]
+    now = mirror._clock() if now is None else now
+    (known,) = mirror.core.outlooks(number, caches, [capacity_blocks], now)
+    return CacheOutlook(*known)
 
 
 def load_prices(mirror: Mirror, source: SourceId) -> LoadPrices | None:

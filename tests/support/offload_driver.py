@@ -12,7 +12,10 @@ import torch
 from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, Event
 from offload.base import OffloadingWorker, TransferResult
 from offload.config import CacheConfig
-from offload.connector import ExternalHit, OffloadingConnector, StoreScope, Tier
+from offload.connector.connector import OffloadingConnector
+from offload.connector.load_plan import ExternalHit
+from offload.connector.store_plan import StoreScope
+from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
 from offload.request import CacheRequest
 from offload.transfer.canonical import CanonicalKVCache, DataRef

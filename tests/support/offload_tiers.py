@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload.config import CacheConfig
-from offload.connector import Tier
+from offload.connector.tier import Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.fs.manager import FileOffloadingManager

@@ -34,5 +34,5 @@ def make_opponent(
     replica: ReplicaConfig,
     seed: int,
 ) -> Opponent:
-    """A router by its name in `OPPONENTS`; see `Opponent`."""
+    """Return a router by its name in `OPPONENTS`; see `Opponent`."""
     return OPPONENTS[name](replica_ids, clock, replica, seed)

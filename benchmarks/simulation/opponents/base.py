@@ -1,5 +1,5 @@
-"""What routers of other projects have in common: they count what they have sent, and may read
-events and gauges."""
+"""The common part of other projects' routers: they count what they have sent, and may read events
+and gauges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.index.base import SourceId
 
 @dataclass(slots=True)
 class Load:
-    """What a router has in flight at one replica, and the gauges of the replica."""
+    """The requests that a router has in flight at one replica, and the gauges of the replica."""
 
     requests: int = 0
     queued_tokens: int = 0
@@ -25,7 +25,7 @@ class Load:
     context_tokens: int = 0
     """Prompts and responses of all requests there."""
     waiting: int = 0
-    """In the engine's queue."""
+    """The requests in the engine's queue."""
     usage: float = 0.0
     """Share of the engine's blocks that requests hold."""
 
@@ -115,12 +115,12 @@ class Opponent(ABC):
 
     @abstractmethod
     def hits(self, token_ids: Sequence[int]) -> Mapping[str, int]:
-        """Leading tokens of a prompt that each replica is thought to hold; those without are left
-        out."""
+        """Return the leading tokens of a prompt that each replica is thought to hold; those without
+        are left out."""
 
     @abstractmethod
     def choose(self, prompt_tokens: int, hits: Mapping[str, int]) -> str:
-        """Where a prompt goes.
+        """Return the replica that a prompt goes to.
 
         Args:
             prompt_tokens: Its length.
@@ -137,19 +137,19 @@ class Opponent(ABC):
         """
 
     def lowest(self, costs: Mapping[str, float]) -> str:
-        """The replica with the lowest cost; one of them at random."""
+        """Return the replica with the lowest cost; one of them at random."""
         least = min(costs.values())
         return self.random.choice([name for name, cost in costs.items() if cost == least])
 
     def fewest_requests(self) -> str:
-        """The replica with the fewest requests of this router."""
+        """Return the replica with the fewest requests of this router."""
         return self.lowest({name: load.requests for name, load in self.loads.items()})
 
 
 class EventDriven(Opponent):
-    """One that hears events, in an index of blocks by replica that knows no groups: a block counts
-    while any group holds it. None of the publications says so; where the first removal deletes it,
-    all of these rules end in overload before hybrid caches."""
+    """A router that follows events, in an index of blocks by replica that knows no groups: a block
+    counts while any group holds it. None of the publications says so; where the first removal
+    deletes it, all of these rules end in overload before hybrid caches."""
 
     def begin(self) -> None:
         """See `Opponent`."""

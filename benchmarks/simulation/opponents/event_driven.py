@@ -1,4 +1,4 @@
-"""Routers that hear the engines' events: Dynamo's, llm-d's, Mooncake's, LMetric, Preble's."""
+"""Routers that follow the engines' events: Dynamo's, llm-d's, Mooncake's, LMetric, Preble's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LlmD(EventDriven):
         """See `Opponent`."""
         super().begin()
         self._cold_order = list(self.loads)
-        """Those that were given a cold prompt last stand at the end."""
+        """The replicas that were given a cold prompt last stand at the end."""
 
     def choose(self, prompt_tokens: int, hits: Mapping[str, int]) -> str:
         """See `Opponent`."""
@@ -117,7 +117,7 @@ class Preble(EventDriven):
         """See `Opponent`."""
         super().begin()
         self._assigned: deque[tuple[float, str, float, bool]] = deque()
-        """Of the window: time, replica, seconds of work, whether it hit."""
+        """The requests of the window: time, replica, seconds of work, whether it hit."""
         self._work_s = dict.fromkeys(self.loads, 0.0)
         self._uses = dict.fromkeys(self.loads, 0)
         self._held_tokens = dict.fromkeys(self.loads, 0)
@@ -153,7 +153,8 @@ class Preble(EventDriven):
         self._held_tokens[replica_id] = min(held, self._capacity_tokens)
 
     def _eviction_s(self, name: str, new_tokens: int) -> float:
-        """The time to compute again what makes room, times the chance that it is asked for."""
+        """Return the time to compute again what makes room, times the chance that it is asked
+        for."""
         evicted = max(0, self._held_tokens[name] + new_tokens - self._capacity_tokens)
         return TIME_MODEL.prefill_s(0, evicted) * self._uses[name] / max(len(self._assigned), 1)
 

@@ -11,8 +11,8 @@ from benchmarks.simulation.seen import STEP, known_marks, marks
 
 
 class Historical(Opponent):
-    """One that remembers every prompt it has sent to a replica, and forgets none of it within an
-    hour."""
+    """A router that remembers every prompt it has sent to a replica, and forgets none of it within
+    an hour."""
 
     def begin(self) -> None:
         """See `Opponent`."""

@@ -30,7 +30,7 @@ class SequenceChunk:
 
     @property
     def stop(self) -> int:
-        """Position behind the last token."""
+        """Return the position behind the last token."""
         return self.start + len(self.token_ids)
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine."""
+"""Makes a running engine of a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvroute_engine.core.simulated import SimulatedBackend
 from kvroute_engine.core.time_model import Clock, RealClock, TimeModel
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector.connector import OffloadingConnector
 from offload.errors import CacheConfigError
 from offload.request import RETENTION_HINTS, RequestHasher
 from offload.tiers import MadeTier, TierConfig, TierHost, TransferBackend, create_tiers
@@ -47,7 +47,7 @@ class EngineConfig:
     num_blocks: int = 512
     """Blocks of the GPU's cache, shared by all groups."""
     block_size: int | None = None
-    """In tokens."""
+    """The size in tokens."""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -84,7 +84,7 @@ class EngineConfig:
     """Used with `simulate`."""
 
     def model(self) -> TransformerConfig:
-        """The preset with this configuration's changes."""
+        """Return the preset with this configuration's changes."""
         changes = {
             "block_size": self.block_size,
             "max_model_len": self.max_model_len,
@@ -95,7 +95,7 @@ class EngineConfig:
 
     @property
     def lower_tiers(self) -> tuple[TierConfig, ...]:
-        """All lower tiers, the fastest first."""
+        """Return all lower tiers, the fastest first."""
         memory = {"num_blocks": self.cpu_blocks, "cache_policy": self.cpu_cache_policy}
         disk: dict[str, Any] = {"directory": self.disk_directory, "max_bytes": self.disk_bytes}
         return (
@@ -172,7 +172,7 @@ def _tier_host(
 
 
 def _fitting(model: TransformerConfig, config: EngineConfig) -> TransformerConfig:
-    """The model with `max_model_len` cut to what the cache can hold.
+    """Return the model with `max_model_len` cut to what the cache can hold.
 
     Otherwise a sequence could be admitted that never fits.
     """
@@ -190,7 +190,7 @@ def _fitting(model: TransformerConfig, config: EngineConfig) -> TransformerConfi
 
 
 def _blocks_at_once(model: TransformerConfig, config: EngineConfig, length: int) -> int:
-    """Most blocks that a sequence of *length* tokens holds at one time."""
+    """Return the most blocks that a sequence of *length* tokens holds at one time."""
     trial = _cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length))
     return most_blocks_held(CacheManager(trial, model.block_size), length)
 

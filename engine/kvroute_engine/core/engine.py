@@ -12,13 +12,13 @@ from kvroute_engine.core.requests import EngineRequest, StepOutput
 from kvroute_engine.core.scheduler import Scheduler, SchedulerStatistics
 from kvroute_engine.core.time_model import Clock, RealClock
 from offload.cache_manager import CacheManager, CacheStatistics
-from offload.connector import OffloadingConnector
+from offload.connector.connector import OffloadingConnector
 from offload.peer.wire import MOST_ASKED
 from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec
 
 _IDLE_S = 0.001
-"""How long an idle step waits while copies are in flight."""
+"""An idle step waits so long while copies are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Engine:
         return is_reset
 
     def statistics(self) -> EngineStatistics:
-        """The engine now, and counts since its start."""
+        """Return the engine now, and counts since its start."""
         return EngineStatistics(
             steps=self._steps,
             scheduler=self.scheduler.statistics(),

@@ -64,36 +64,36 @@ class TransformerConfig:
 
     @property
     def layers_per_group(self) -> int:
-        """The layers of each group: as many as the rarest kind has, so that the blocks of all
-        groups have one size."""
+        """Return the layers of each group: as many as the rarest kind has, so that the blocks of
+        all groups have one size."""
         return min(Counter(self.layers).values())
 
     @property
     def attention_page_bytes(self) -> int:
-        """Bytes of the keys and values of one block in one layer."""
+        """Return the bytes of the keys and values of one block in one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
     @property
     def state_page_bytes(self) -> int:
-        """Bytes of the state of one layer."""
+        """Return the bytes of the state of one layer."""
         return self.num_kv_heads * self.head_dim * self.head_dim * FLOAT_BYTES
 
     def group_page_bytes(self, kind: LayerKind) -> int:
-        """Bytes that a group of *kind* uses of a page in one layer."""
+        """Return the bytes that a group of *kind* uses of a page in one layer."""
         return self.state_page_bytes if kind is LayerKind.STATE else self.attention_page_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in one layer: the same for every group."""
+        """Return the bytes of a page in one layer: the same for every group."""
         return max(map(self.group_page_bytes, self.layers))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers of its group."""
+        """Return the bytes of a block in all layers of its group."""
         return self.page_bytes * self.layers_per_group
 
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers in groups of `layers_per_group`, one kind each.
+        """Return the layers in groups of `layers_per_group`, one kind each.
 
         Full attention comes first, then the other kinds in the order of their first layers. With
         `layers` W W W W W F (five sliding windows, one full) there is one F per group, so the
@@ -118,7 +118,7 @@ class TransformerConfig:
         return tuple(groups)
 
     def cache_groups(self) -> list[KVCacheGroup]:
-        """The same groups as the cache and the router see them."""
+        """Return the same groups as the cache and the router see them."""
         return [
             KVCacheGroup(
                 _GROUP_KINDS[group.kind],

@@ -22,7 +22,7 @@ _PATTERNS: dict[str, tuple[LayerKind, ...]] = {
 @dataclass(frozen=True, slots=True)
 class _Size:
     repeats: int
-    """How often the pattern occurs."""
+    """The pattern occurs so often."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -44,7 +44,7 @@ _SIZES = {
 
 
 def preset_names() -> list[str]:
-    """Every name that `preset` knows; a name without a size means tiny."""
+    """Return every name that `preset` knows; a name without a size means tiny."""
     return [*_PATTERNS, *(f"{pattern}-{size}" for pattern in _PATTERNS for size in _SIZES)]
 
 

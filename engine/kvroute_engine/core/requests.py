@@ -23,7 +23,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen."""
+    """The rules by which a request's tokens are chosen."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -45,7 +45,7 @@ class EngineRequest:
     """Separates the request's blocks from others'; the engine computes the same with or without."""
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    """For the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
+    """It is for the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
     priority: int = 0
     """Lower goes first, where the engine schedules by priority."""
     at_peer: PeerBlocks | None = None

@@ -20,7 +20,8 @@ from kvroute_engine.core.sequence import SequenceInProgress, SequenceState
 from kvroute_engine.core.serving_order import SchedulingPolicy, serving_order
 from offload.base import OffloadKey
 from offload.cache_manager import CacheManager
-from offload.connector import ExternalHit, OffloadingConnector
+from offload.connector.connector import OffloadingConnector
+from offload.connector.load_plan import ExternalHit
 from offload.coordinator import ComputedBlocks
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
@@ -130,7 +131,7 @@ class Scheduler:
         return not self._sequences
 
     def statistics(self) -> SchedulerStatistics:
-        """Sequences now, and counts since the start."""
+        """Return the sequences now, and counts since the start."""
         return SchedulerStatistics(
             num_running=len(self._running),
             num_waiting=len(self._sequences) - len(self._running),
@@ -172,8 +173,8 @@ class Scheduler:
         self._prompt_tokens += prompt
 
     def block_keys(self, request: EngineRequest, most: int) -> list[OffloadKey]:
-        """The blocks of a prompt that a tier might hold, those at its start first; none without
-        tiers.
+        """Return the blocks of a prompt that a tier might hold, those at its start first; none
+        without tiers.
 
         Args:
             request: Need not be queued. May be called from any thread.
@@ -295,7 +296,7 @@ class Scheduler:
 
     @property
     def _num_held(self) -> int:
-        """Sequences that run or load."""
+        """Return how many sequences run or load."""
         return len(self._sequences) - len(self._waiting)
 
     def _preempt_last(self, step: _Step) -> SequenceInProgress:
@@ -388,7 +389,7 @@ class Scheduler:
         budget: int,
         computed: ComputedBlocks | None = None,
     ) -> int:
-        """How many tokens from *start* on the step computes, at most *budget*.
+        """Return how many tokens from *start* on the step computes, at most *budget*.
 
         Where layers have states, chunks end where a state is worth keeping. With blocks of 16, a
         prompt of 100 tokens of which an earlier one had the first 70 is computed in three steps:

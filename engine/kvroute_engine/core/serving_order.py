@@ -39,7 +39,7 @@ class ServingOrder(Protocol):
     """One policy."""
 
     def place(self, sequence: SequenceInProgress) -> tuple[int, int]:
-        """The place of a sequence among those that wait; the lowest stands first."""
+        """Return the place of a sequence among those that wait; the lowest stands first."""
         ...
 
     def turns(
@@ -74,7 +74,7 @@ class _ArrivalOrder:
 
 
 class _PriorityOrder(_ArrivalOrder):
-    """By the requests' own priorities; waiting ones do not hold up running ones."""
+    """Serves by the requests' own priorities; waiting ones do not hold up running ones."""
 
     def place(self, sequence: SequenceInProgress) -> tuple[int, int]:
         return sequence.request.priority, sequence.number
@@ -89,7 +89,7 @@ class _PriorityOrder(_ArrivalOrder):
 
 
 class _ShortestOrder(_ArrivalOrder):
-    """By the tokens left to compute, with ageing."""
+    """Serves by the tokens left to compute, with ageing."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache

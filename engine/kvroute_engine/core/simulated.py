@@ -15,7 +15,7 @@ from kvroute_engine.core.batch import ModelRunner, SequenceChunk
 from kvroute_engine.core.time_model import Clock, TimeModel
 from offload.base import OffloadingWorker, OffloadKey, TransferJob, TransferResult
 from offload.errors import TransferError
-from offload.fs.store import BlockFiles, StoredFile, file_bytes
+from offload.fs.store import BlockFiles, StoredFile
 from offload.peer.client import PeerClient
 
 _FIRST_PRINTABLE, _PRINTABLE = 32, 95
@@ -108,21 +108,8 @@ class SimulatedTransferWorker:
         self._is_shut_down = True
 
 
-class SimulatedBlockFiles:
+class SimulatedBlockFiles(BlockFiles):
     """A disk tier's files in name only: nothing is written, so a new process finds nothing."""
-
-    def __init__(self, payload_bytes: Sequence[int]) -> None:
-        """Take the bytes of a block per group."""
-        self._payload_bytes = tuple(payload_bytes)
-
-    @property
-    def payload_bytes(self) -> Sequence[int]:
-        """See `BlockFiles.payload_bytes`."""
-        return self._payload_bytes
-
-    def file_bytes(self, key: OffloadKey) -> int:
-        """See `BlockStore.file_bytes`."""
-        return file_bytes(key, self._payload_bytes)
 
     def scan(self) -> list[StoredFile]:
         """Find nothing."""

@@ -15,7 +15,7 @@ class Clock(Protocol):
     """An engine's clock."""
 
     def now_s(self) -> float:
-        """A monotonic clock, in seconds."""
+        """Return the time of a monotonic clock, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -56,9 +56,9 @@ class TimeModel:
     step_overhead_s: float = 0.005
     """Fixed cost of a step, such as reading the weights from memory."""
     transfer_bytes_per_s: float = 20e9
-    """Between the GPU and lower tiers, in each direction."""
+    """The rate between the GPU and lower tiers, in each direction."""
     pull_bytes_per_s: float = 5e9
-    """From another engine's memory, of one engine at a time."""
+    """The rate from another engine's memory, of one engine at a time."""
     slowdown: float = 1.0
     """Factor on every duration."""
 
@@ -78,7 +78,7 @@ class TimeModel:
             )
 
     def step_s(self, chunks: Sequence[SequenceChunk]) -> float:
-        """Duration of a step that computes *chunks*, in seconds."""
+        """Return the duration of a step that computes *chunks*, in seconds."""
         decoded = sum(
             1 for chunk in chunks if len(chunk.token_ids) == 1 and chunk.num_output_tokens
         )
@@ -87,9 +87,9 @@ class TimeModel:
         return (self.step_overhead_s + work_s) * self.slowdown
 
     def transfer_s(self, transferred_bytes: int) -> float:
-        """Duration of a copy between tiers, in seconds."""
+        """Return the duration of a copy between tiers, in seconds."""
         return transferred_bytes / self.transfer_bytes_per_s * self.slowdown
 
     def pull_s(self, pulled_bytes: int) -> float:
-        """Duration of a copy from another engine's memory, in seconds."""
+        """Return the duration of a copy from another engine's memory, in seconds."""
         return pulled_bytes / self.pull_bytes_per_s * self.slowdown

@@ -92,7 +92,7 @@ class GroupBlindIndex(PrefixIndex):
         self._copies = {source: Counter(counts) for source, counts in copies}
 
     def _without_groups(self, source: SourceId, events: Sequence[Event]) -> Iterator[Event]:
-        """The events as of one full-attention group."""
+        """Yield the events as of one full-attention group."""
         copies = self._copies.setdefault(source, Counter())
         for event in events:
             if isinstance(event, CacheLayout):
@@ -114,7 +114,7 @@ class GroupBlindIndex(PrefixIndex):
     def _removed(
         self, copies: Counter[BlockHash], hashes: Sequence[BlockHash]
     ) -> Iterator[BlockHash]:
-        """Each hash as often as the index, which counts copies, is to remove it."""
+        """Yield each hash as often as the index, which counts copies, is to remove it."""
         for block in hashes:
             held = copies.pop(block, 0)
             if self._any_copy and held > 1:

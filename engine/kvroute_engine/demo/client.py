@@ -100,14 +100,14 @@ class Client:
         return _completion(bytes(body), headers, ttft_s)
 
     async def _fetch(self, method: bytes, path: str, body: bytes) -> bytes:
-        status, _, response = await self._upstream.fetch(
+        status, response = await self._upstream.fetch(
             self._origin,
-            method,
             path.encode(),
-            body,
             _TIMEOUTS,
             _MAX_RESPONSE_BYTES,
             _JSON if body else (),
+            method,
+            body,
         )
         _require_ok(f"{method.decode()} {path}", status, response)
         return response

@@ -189,7 +189,7 @@ def _replica_row(name: str, replica: ReplicaResult) -> tuple[str, ...]:
 
 
 def _group_rows(cache: EngineCache, before: EngineCache | None) -> Iterator[tuple[str, ...]]:
-    """A row for each KV cache group, counted since *before*."""
+    """Yield a row for each KV cache group, counted since *before*."""
     bases = before.groups if before else []
     for index, group in enumerate(cache.groups):
         base = bases[index] if index < len(bases) else None
@@ -201,7 +201,8 @@ def _group_rows(cache: EngineCache, before: EngineCache | None) -> Iterator[tupl
 
 
 def _comparisons(scene: Scene) -> list[Table | Text]:
-    """One table of the ways with hints beside those that cannot give any; one of all without."""
+    """Return one table of the ways with hints beside those that cannot give any; one of all
+    without."""
     modes = scene.settings.modes
     hinting = [mode.name for mode in modes if mode.gives_hints]
     silent = [mode.name for mode in modes if not mode.gives_hints]
@@ -240,7 +241,8 @@ def _way_row(way: str, scene: Scene) -> Iterator[str]:
 
 
 def _exact(results: Sequence[PhaseResult]) -> str:
-    """How many predictions were exact: of the moment of the decision, of that of the admission."""
+    """Return how many predictions were exact: of the moment of the decision, of that of the
+    admission."""
     requests = sum(result.requests for result in results)
     exact = requests - sum(result.mispredicted for result in results)
     at_admission = sum(result.exact_at_admission for result in results)
@@ -276,7 +278,7 @@ def _prediction_sentence(ours: Sequence[Play], others: Sequence[str], plays: Seq
 
 
 def _gain(plays: Sequence[Play], ours: str, other: str) -> str:
-    """One way compared with ours, and whether chance explains the difference."""
+    """Return one way compared with ours, and whether chance explains the difference."""
     return (
         f"{_ratio(plays, ours, other, reused_tokens)} the tokens of '{other}', "
         f"{_ratio(plays, ours, other, mean_ttft_s)} its mean TTFT"

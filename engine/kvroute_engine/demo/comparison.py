@@ -40,7 +40,7 @@ class Play:
 
     @property
     def mean_ttft_s(self) -> float:
-        """The mean over all requests; 0 before the first."""
+        """Return the mean over all requests; 0 before the first."""
         ttfts_s = [ttft_s for phase in self.phases for ttft_s in phase.ttfts_s]
         return statistics.fmean(ttfts_s) if ttfts_s else 0.0
 
@@ -49,28 +49,28 @@ Measure = Callable[[Play], float]
 
 
 def reused_tokens(play: Play) -> float:
-    """A measure: prompt tokens that the engines did not have to compute."""
+    """Measure the prompt tokens that the engines did not have to compute."""
     return play.reused_tokens
 
 
 def mean_ttft_s(play: Play) -> float:
-    """A measure: the mean time to the first token."""
+    """Measure the mean time to the first token."""
     return play.mean_ttft_s
 
 
 def of_way(plays: Sequence[Play], way: str) -> list[Play]:
-    """All plays of one way."""
+    """Return all plays of one way."""
     return [play for play in plays if play.way == way]
 
 
 def mean(plays: Sequence[Play], way: str, measure: Measure) -> float:
-    """The mean of a measure over the plays of a way; 0 without any."""
+    """Return the mean of a measure over the plays of a way; 0 without any."""
     return statistics.fmean([measure(play) for play in of_way(plays, way)] or [0.0])
 
 
 def chance(plays: Sequence[Play], measure: Measure) -> float | None:
-    """The largest difference between the means of two ways that chance explains, at 95 %; None if
-    no way was played twice.
+    """Return the largest difference between the means of two ways that chance explains, at 95 %;
+    None if no way was played twice.
 
     Args:
         plays: All ways', each played equally often.

@@ -33,7 +33,7 @@ class GroupCounts:
     """Totals since the engine started, by the names of `_COUNTS`."""
 
     def count(self, name: str, base: GroupCounts | None = None) -> int:
-        """One of the counts.
+        """Return one of the counts.
 
         Args:
             name: One of the names in `_COUNTS`.
@@ -72,7 +72,7 @@ async def look_at(name: str, engine: Client) -> EngineCache:
 
 
 async def look_at_all(replicas: Sequence[Running], engines: Sequence[Client]) -> list[EngineCache]:
-    """The state of every engine's cache, in the order of *replicas*.
+    """Read the state of every engine's cache, in the order of *replicas*.
 
     Args:
         engines: A client of each.
@@ -144,8 +144,8 @@ async def _has_published(replay_endpoint: str, after: int) -> bool:
 
 
 async def admission_predictions(router: Client) -> tuple[int, int]:
-    """How many of the router's predictions for the moment of admission were exact, and how many
-    were compared, since it started."""
+    """Return how many of the router's predictions for the moment of admission were exact, and how
+    many were compared, since it started."""
     exact, compared = 0, 0
     for family in text_string_to_metric_families((await router.get("/metrics")).decode()):
         for sample in family.samples:

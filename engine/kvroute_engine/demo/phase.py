@@ -35,7 +35,7 @@ class ReplicaResult:
 
     @property
     def mean_ttft_s(self) -> float:
-        """The mean time to the first token; 0 without requests."""
+        """Return the mean time to the first token; 0 without requests."""
         return statistics.fmean(self.ttfts_s) if self.ttfts_s else 0.0
 
 
@@ -49,7 +49,7 @@ class PhaseResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
-    """By completion, the tokens predicted to be cached minus the tokens reported as cached."""
+    """The tokens predicted to be cached, by completion, minus the tokens reported as cached."""
     exact_at_admission: int = 0
     """Completions for which the router foresaw what would be cached when the engine admits them, by
     the router's own count."""
@@ -71,12 +71,12 @@ class PhaseResult:
 
     @property
     def mispredicted(self) -> int:
-        """Completions whose cached tokens differ from the prediction."""
+        """Return the completions whose cached tokens differ from the prediction."""
         return sum(error != 0 for error in self.errors)
 
     @property
     def hit_share(self) -> float:
-        """Share of prompt tokens that were cached."""
+        """Return the share of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 

@@ -27,9 +27,9 @@ from router.config.origin import Origin
 
 _LOOK_EVERY_S = 0.5
 _RECENT_TTL_S = 0.1
-"""How long the router remembers its last requests; shorter than its default in every routing mode,
-since here a document is not asked about again after half a minute but after a fraction of a
-second."""
+"""The time for which the router remembers its last requests; shorter than its default in every
+routing mode, since here a document is not asked about again after half a minute but after a
+fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RoutingMode:
 
     name: str
     policy: str | None = None
-    """None: the one of the settings."""
+    """None means that of the settings."""
     blind_index: str | None = None
     """The name of an index of `kvroute_engine.demo.blind`; None: the router's own."""
     gives_hints: bool = False
@@ -70,7 +70,7 @@ class DemoSettings:
     workload: Callable[[int], Workload] = lambda _play: questions_about_documents(WorkloadSizes())
     """The requests of a phase; takes which play of a mode it is, from 0."""
     phases: Sequence[PlayPhase] = PHASES
-    """In each play, one after the other; each begins with empty caches."""
+    """They follow one another in each play; each begins with empty caches."""
     modes: Sequence[RoutingMode] = MODES
     plays: int = 2
     """The plays of each mode; the order of the modes is reversed from one to the next."""

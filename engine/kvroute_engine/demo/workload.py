@@ -60,7 +60,7 @@ class Workload:
 
 
 def questions_about_documents(sizes: WorkloadSizes) -> Workload:
-    """The demo's workload."""
+    """Return the demo's workload."""
     chance = random.Random(sizes.seed)
     lengths = sizes.document_tokens
     documents = [_tokens(chance, lengths[index % len(lengths)]) for index in range(sizes.documents)]

@@ -122,7 +122,7 @@ class _Api:
         self._serials = itertools.count()
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Coroutine[Any, Any, Response]]]]:
-        """Path, method, handler."""
+        """Return the path, method, handler."""
         routes = [
             ("/v1/completions", "POST", self.complete),
             ("/v1/chat/completions", "POST", self.chat),
@@ -237,7 +237,8 @@ class _Api:
             )
 
     def _max_tokens(self, requested: int | None, default: int, ids: Sequence[int]) -> int:
-        """Tokens to generate: *default* is cut to what fits, what the client requested must fit."""
+        """Return how many tokens to generate: *default* is cut to what fits, what the client
+        requested must fit."""
         room = self._model.max_model_len - len(ids)
         rule = f"prompt and output must have at most {self._model.max_model_len} tokens together"
         if room < 1:
@@ -266,8 +267,8 @@ class _Api:
         return ids
 
     def _text_ids(self, text: str, body: CompletionBody) -> list[int]:
-        """The ids of a text, cut as vLLM cuts them: without a side the text gives way, and the
-        special tokens that begin it stay."""
+        """Return the ids of a text, cut as vLLM cuts them: without a side the text gives way, and
+        the special tokens that begin it stay."""
         ids = self._tokenizer.encode(text, body.add_special_tokens)
         if body.truncation_side is not None or not body.add_special_tokens:
             return self._cut(ids, body)
@@ -374,7 +375,7 @@ class _Api:
 
 
 def _priority(request: Request, body: GenerateBody) -> int:
-    """The request's priority: of its header where that is a number, else of its body.
+    """Return the request's priority: of its header where that is a number, else of its body.
 
     Raises:
         InvalidRequest: The header's does not fit into 64 bits.
@@ -389,7 +390,8 @@ def _priority(request: Request, body: GenerateBody) -> int:
 
 
 def _response_id(prefix: str, request: Request) -> str:
-    """An id that ends with the client's own id for the request, if that is short and printable."""
+    """Return an id that ends with the client's own id for the request, if that is short and
+    printable."""
     own = request.headers.get("x-request-id", "")
     is_usable = 0 < len(own) <= _MAX_REQUEST_ID_CHARS and own.isprintable()
     return f"{prefix}-{own if is_usable else uuid.uuid4().hex}"

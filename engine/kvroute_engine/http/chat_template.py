@@ -130,7 +130,7 @@ class EngineChatTemplate:
         return text[:end]
 
     def _normalised(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The message as the template expects it.
+        """Return the message as the template expects it.
 
         Its content is one text or a list of parts; the arguments of tool calls are objects.
         """

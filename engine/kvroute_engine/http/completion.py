@@ -53,12 +53,12 @@ class CompletionBuilder:
 
     @property
     def usage(self) -> CompletionUsage:
-        """Tokens so far, over all choices."""
+        """Return the tokens so far, over all choices."""
         return sum((choice.usage for choice in self._choices.values()), CompletionUsage())
 
     @property
     def num_choices(self) -> int:
-        """The number of prompts."""
+        """Return the number of prompts."""
         return len(self._choices)
 
     async def start(self, service: EngineService) -> Generation:

@@ -45,7 +45,7 @@ class Faults:
         self._released.set()
 
     def statistics(self) -> FaultStatistics:
-        """The faults in effect."""
+        """Return the faults in effect."""
         return FaultStatistics(max(0.0, self._hangs_until - time.monotonic()), self._slow_factor)
 
     # --- the engine's thread ----------------------------------------------------------------------

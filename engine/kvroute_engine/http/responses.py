@@ -26,7 +26,7 @@ class ServedModel:
     """Blocks of the KV cache on the GPU."""
     enable_prefix_caching: bool
     created: int
-    """When it was started, in seconds since 1970."""
+    """The time when it was started, in seconds since 1970."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters: names with caches of their own, for the same weights."""
     group_kinds: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class ServedModel:
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """How much of the prompts was not computed; reported even if it is 0, so that a router can
+    """The part of the prompts that was not computed; reported even if it is 0, so that a router can
     compare it with its prediction."""
 
     cached_tokens: int = 0

@@ -64,7 +64,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """For the lower tiers."""
+    """It is for the lower tiers."""
     priority: Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     """Lower goes first; read where the engine schedules by priority."""
 
@@ -90,7 +90,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Return the stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -119,7 +119,7 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     prompt_embeds: Any = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids.
+        """Return the prompts, each a text or token ids.
 
         `prompt` has four forms: "text", ["text", ...], [1, 2, ...] (one prompt) and
         [[1, 2, ...], ...].

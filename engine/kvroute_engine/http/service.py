@@ -210,7 +210,7 @@ class EngineService:
         return self._thread.is_dead
 
     def statistics(self) -> ServiceStatistics:
-        """Requests now, and counts since the start."""
+        """Return requests now, and counts since the start."""
         return ServiceStatistics(
             in_flight=len(self._generations),
             admitted=self._admitted,
@@ -221,7 +221,7 @@ class EngineService:
         )
 
     def engine_statistics(self) -> EngineStatistics:
-        """The engine as of its last step or command; never waits for it."""
+        """Return the engine as of its last step or command; never waits for it."""
         return self._thread.statistics
 
     # --- the end ----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class TextStream:
         return text[: len(text) - kept]
 
     def _open_chars(self, text: str) -> int:
-        """Length of the longest end of *text* that a stop string starts with."""
+        """Return the length of the longest end of *text* that a stop string starts with."""
         longest = max(map(len, self._stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next(

@@ -52,11 +52,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id it makes."""
+        """Return one more than the largest id it makes."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a response."""
+        """Return the id that ends a response."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Tokenise a text.

@@ -175,7 +175,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """The text of a token, which the file gives as a string or as an object with options."""
+    """Return the text of a token, which the file gives as a string or as an object with options."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

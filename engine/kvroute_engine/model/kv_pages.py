@@ -57,7 +57,7 @@ class KVPages:
         return floats.view(-1, model.num_kv_heads, model.head_dim, model.head_dim)
 
     def canonical(self) -> CanonicalKVCache:
-        """The pages as transfer workers want them.
+        """Return the pages as transfer workers want them.
 
         Every group uses all tensors, and of each page as many bytes as its kind fills.
         """

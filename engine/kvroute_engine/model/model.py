@@ -203,13 +203,13 @@ class Attention(nn.Module):
         return attended.transpose(0, 1)
 
     def _block_ids(self, chunk: SequenceChunk, first: int, device: torch.device) -> Tensor:
-        """Ids of the blocks from index *first* to the chunk's last."""
+        """Return the ids of the blocks from index *first* to the chunk's last."""
         stop = -(-chunk.stop // self._config.block_size)
         table = chunk.block_tables[self._group_idx]
         return torch.tensor([block.block_id for block in table[first:stop]], device=device)
 
     def _first_visible(self, position: int) -> int:
-        """Position of the first token that the one at *position* attends to."""
+        """Return the position of the first token that the one at *position* attends to."""
         if self._kind is LayerKind.SLIDING_WINDOW:
             return max(0, position - self._config.sliding_window + 1)
         if self._kind is LayerKind.CHUNKED_LOCAL:

@@ -38,7 +38,7 @@ class HealthPort:
         self._server = ThreadingHTTPServer((host, port), Answer)
         self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        """What to register."""
+        """The URL to register."""
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a replica of Ray Serve is called at the router."""
+"""The names of Ray Serve's replicas at the router."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReplicaOfRay(Protocol):
 
 
 def deployment_prefix(deployment: DeploymentOfRay) -> str:
-    """What the names of all its replicas begin with.
+    """Return the beginning of the names of all its replicas.
 
     Names of applications and deployments may hold what a replica's id at the router may not, and be
     longer: they are cut, with a hash in place of what is left out.
@@ -47,6 +47,6 @@ def _cut(name: str) -> str:
 
 
 def replica_name(replica: ReplicaOfRay) -> str:
-    """Its id at the router: `APPLICATION:DEPLOYMENT:ID`."""
+    """Return its id at the router: `APPLICATION:DEPLOYMENT:ID`."""
     unique = _NOT_IN_A_NAME.sub("-", replica.unique_id)
     return (deployment_prefix(replica.deployment_id) + unique)[-_LONGEST:]

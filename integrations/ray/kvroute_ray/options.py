@@ -30,10 +30,10 @@ class RoutingOptions:
     """The environment variable with the client's key, in the processes that hold handles: the key
     itself would show in Ray's status."""
     timeout_s: float = 5.0
-    """For an answer; then Ray chooses. Longer than a request may wait for its turn at the
-    router."""
+    """The longest wait for an answer; then Ray chooses. It is longer than a request may wait for
+    its turn at the router."""
     pause_s: float = 1.0
-    """For so long a router that gave no answer is asked nothing."""
+    """A router that gave no answer is asked nothing for so long."""
     booking_argument: str | None = None
     """The keyword argument by which the called method gets what is booked, a
     `router.client.Selection`, so that the replica can report; None where the router was not
@@ -51,7 +51,7 @@ class RoutingOptions:
             raise ValueError(f"booking_argument: {argument!r} must be the name of an argument")
 
     def api_key(self) -> str | None:
-        """The client's key, where there is one.
+        """Return the client's key, where there is one.
 
         Raises:
             ValueError: The variable is not set.
@@ -60,7 +60,7 @@ class RoutingOptions:
 
 
 def router_kwargs(url: str, **options: Any) -> dict[str, Any]:
-    """`request_router_kwargs` for a deployment; the options are those of `RoutingOptions`.
+    """Return `request_router_kwargs` for a deployment; the options are those of `RoutingOptions`.
 
     Raises:
         ValueError: One of them is wrong.
@@ -88,7 +88,7 @@ def check_url(name: str, url: str) -> None:
 
 
 def key_of(variable: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key in an environment variable; None where none is named.
+    """Return the key in an environment variable; None where none is named.
 
     Raises:
         ValueError: It is named and not set.

@@ -1,4 +1,4 @@
-"""How calls are placed, or refused."""
+"""The outcomes of calls: placed, or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CallRefused(Exception):
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """What one request router has done so far."""
+    """Counts of what one request router has done so far."""
 
     decisions: Mapping[str, int]
     """Calls by who chose: `router`, and where Ray did why: `no_prompt`, `no_answer`, `paused`,

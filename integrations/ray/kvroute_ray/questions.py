@@ -1,4 +1,4 @@
-"""What the router is asked about a call. Pure."""
+"""Makes the questions to the router about a call. Pure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Prompt(NamedTuple):
     """It as plain data."""
 
     def with_fields(self, fields: Mapping[str, Any]) -> Any:
-        """A copy of the argument in which these are set."""
+        """Return a copy of the argument in which these are set."""
         if isinstance(self.argument, Mapping):
             return {**self.argument, **fields}
         return self.argument.model_copy(update=dict(fields))
 
 
 def prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | None:
-    """The first argument of a call that is a request with a prompt; None if none is.
+    """Return the first argument of a call that is a request with a prompt; None if none is.
 
     Args:
         args: Mappings, pydantic models, and whatever else.
@@ -67,7 +67,7 @@ def question(
     only: Sequence[str] = (),
     avoid: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The body of `POST /select_and_reserve`.
+    """Return the body of `POST /select_and_reserve`.
 
     Args:
         prompt: A request as a client sent it; what is the router's own in it is left out.

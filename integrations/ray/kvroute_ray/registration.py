@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 EVERY_S = 5.0
-"""How often a replica looks whether it is listed: a router that was started anew knows none."""
+"""The time between two looks of a replica whether it is listed: a router that was started anew
+knows none."""
 GONE_AFTER_S = 60.0
 """A replica of its deployment that has been unhealthy for so long is removed."""
 TIMEOUT_S = 5.0
@@ -90,7 +91,7 @@ class Registration:
         self.name = str(config["id"])
         """Its id at the routers."""
         self.looks = 0
-        """How often it has looked since."""
+        """The looks since."""
         self._config = dict(config)
         self._every_s = every_s
         self._gone_after_s = gone_after_s
@@ -178,7 +179,7 @@ class _ListAt:
         self._http.close()
 
     def _of_the_deployment(self) -> list[Mapping[str, Any]]:
-        """The other replicas of it."""
+        """Return the other replicas of it."""
         found = self._http.get("/replicas")
         try:
             every = found.json()["replicas"] if found.is_success else []

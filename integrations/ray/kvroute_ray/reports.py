@@ -25,9 +25,9 @@ from kvroute_ray.options import check_url, key_of
 from router.client import AsyncSelectionClient, Selection, SelectionError
 
 PROGRESS_EVERY_S = 10.0
-"""How often a long response is reported to go on."""
+"""The time between two reports that a long response goes on."""
 TIMEOUT_S = 1.0
-"""For a report; the end of a response waits for the last one, no longer."""
+"""The longest wait for a report; the end of a response waits for the last one, no longer."""
 _TAIL_BYTES = 16_384
 _USAGE = b'"usage"'
 
@@ -55,16 +55,16 @@ class Report:
         self._reported_at: float | None = None
         self._tail = b""
         self.usage: Mapping[str, Any] | None = None
-        """What the engine reports; `saw` finds it in what passes."""
+        """The engine's report; `saw` finds it in what passes."""
         self.status: int | None = None
-        """Of the engine's response: set it where it is not 200."""
+        """The status of the engine's response: set it where it is not 200."""
         self.failure: str | None = None
-        """How the engine failed, as in `router.client.Selection`: set it where it is to blame for
+        """The engine's failure, as in `router.client.Selection`: set it where it is to blame for
         an exception."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """To be sent to the engine with the request."""
+        """Return the headers to send to the engine with the request."""
         return {} if self._selection is None else dict(self._selection.headers)
 
     def saw(self, piece: object) -> None:
@@ -157,7 +157,8 @@ class Reporter:
 
 
 def usage_at_the_end_of(text: bytes) -> Mapping[str, Any] | None:
-    """The last `usage` of a response in JSON, or of the events of a stream; None without one.
+    """Return the last `usage` of a response in JSON, or of the events of a stream; None without
+    one.
 
     Args:
         text: Its last part.

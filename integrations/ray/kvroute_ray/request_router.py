@@ -53,7 +53,7 @@ class _NotAsked(Exception):
 
 
 class _CallBooking:
-    """What is booked for one call, over all tries to place it."""
+    """The booking for one call, over all tries to place it."""
 
     __slots__ = ("_stop_watching", "replica_id", "selection", "tried")
 
@@ -75,7 +75,7 @@ class _CallBooking:
             self._stop_watching()
 
     def take(self) -> Selection | None:
-        """What is booked, which is now the caller's to end."""
+        """Return the booking, which is now the caller's to end."""
         selection, self.selection = self.selection, None
         return selection
 
@@ -119,7 +119,7 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
             )
 
     def statistics(self) -> RoutingStatistics:
-        """What it has done so far."""
+        """Return the counts of what it has done so far."""
         return RoutingStatistics(dict(self._decisions), self._lost_reports)
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica for the call; Ray asks again where that cannot take it."""
+        """Return one replica for the call; Ray asks again where that cannot take it."""
         if pending_request is None or not candidate_replicas:
             return self._by_load(candidate_replicas)
         self._note_task(pending_request)
@@ -325,14 +325,14 @@ class KVRouteRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # typ
     def _allowed(
         self, candidates: Sequence[RunningReplica], pending_request: PendingRequest
     ) -> Sequence[RunningReplica]:
-        """Those with the model that the call is multiplexed to, where it is."""
+        """Return the replicas with the model that the call is multiplexed to, where it is."""
         if not pending_request.metadata.multiplexed_model_id:
             return candidates
         ids = self.apply_multiplex_routing(pending_request=pending_request)
         return [each for each in candidates if each.replica_id in ids] or candidates
 
     def _by_load(self, candidates: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
-        """Two by chance, of which Ray takes the one with fewer calls."""
+        """Return two by chance, of which Ray takes the one with fewer calls."""
         return [random.sample(candidates, min(2, len(candidates)))] if candidates else []
 
     # --- the end ----------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def _forget(
 
 
 def _unanswered(name: str) -> Selection:
-    """What may have been booked under a name."""
+    """Return a selection that may have been booked under a name."""
     return Selection(
         id=name,
         replica="",

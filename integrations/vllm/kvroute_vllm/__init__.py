@@ -1,4 +1,4 @@
-"""What vLLM does not do by itself for a router that knows every cache: a plug-in.
+"""A plug-in for what vLLM does not do by itself for a router that knows every cache.
 
     hints          what a request names as worth keeping; pure
     recognition    whether this vLLM is one that the plug-in knows

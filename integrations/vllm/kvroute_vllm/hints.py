@@ -1,4 +1,4 @@
-"""What a request names as worth keeping, and where that is in blocks."""
+"""Reads what a request names as worth keeping, and finds where that is in blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BOUNDARIES = 8
-"""That one request can name."""
+"""One request can name so many."""
 
 RETENTION_HINTS = 1
 """Version of the hints, as `CacheLayout.retention_hints` announces it."""
@@ -27,7 +27,7 @@ class KeepHints:
     boundaries: tuple[int, ...] = ()
     """Lengths of prefixes in tokens, ascending, each shorter than the prompt."""
     keep_end: bool = False
-    """Whether the session goes on: then the response stays findable as well."""
+    """True where the session goes on: then the response stays findable as well."""
 
 
 NO_HINTS = KeepHints()
@@ -69,27 +69,28 @@ def _flag(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HitGrid:
-    """Where hits of a cache can end, in tokens."""
+    """The positions where hits of a cache can end, in tokens."""
 
     step: int
     """They are multiples of it."""
     lookahead: int = 0
     """Tokens behind a block that its hash also covers."""
     dropped: int = 0
-    """By which a drafter makes hits shorter: their last block is computed again."""
+    """A drafter makes hits shorter by so many: their last block is computed again."""
 
     def hits_of(self, boundaries: Iterable[int]) -> list[int]:
-        """The longest hits at several boundaries, without those that are none."""
+        """Return the longest hits at several boundaries, without those that are none."""
         return [hit for hit in map(self.hit_of, boundaries) if hit]
 
     def hit_of(self, boundary: int) -> int:
-        """The longest hit of a prompt that shares *boundary* tokens and no more."""
+        """Return the longest hit of a prompt that shares *boundary* tokens and no more."""
         reach = max(boundary - self.lookahead, 0)
         return max(reach // self.step * self.step - self.dropped, 0)
 
 
 def first_stop(hits: Iterable[int], start: int, end: int, block_size: int) -> int:
-    """Where the chunk `[start, end)` of a prefill must end so that a state is kept; *end*: nowhere.
+    """Return where the chunk `[start, end)` of a prefill must end so that a state is kept; *end*:
+    nowhere.
 
     A state exists where a chunk ends, and is found at a multiple of its block. With blocks of 16,
     hits of 40 and 70, and a chunk from 0 to 96: 32. The next one, from 32 to 96: 64.

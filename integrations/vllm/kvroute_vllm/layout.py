@@ -1,4 +1,4 @@
-"""What a vLLM scheduler's cache is made of."""
+"""Describes the layout of a vLLM scheduler's cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EAGLE_SEES_LAST_TOKEN = (0, 32)
 
 
 def describe(scheduler: Any, release: tuple[int, int]) -> KVCacheLayout:
-    """The layout that a publisher announces.
+    """Return the layout that a publisher announces.
 
     Args:
         scheduler: vLLM's, made.
@@ -50,7 +50,7 @@ def hash_chain(scheduler: Any) -> HashChain | None:
 
 
 def drafter_groups(coordinator: Any) -> frozenset[int]:
-    """The groups of vLLM's cache coordinator whose last block of a hit is computed again."""
+    """Return the groups of vLLM's cache coordinator whose last block of a hit is computed again."""
     newer = getattr(coordinator, "drop_eagle_group_ids", None)
     return frozenset(coordinator.eagle_group_ids if newer is None else newer)
 

@@ -1,4 +1,4 @@
-"""What vLLM calls when it starts, in every one of its processes."""
+"""The function that vLLM calls when it starts, in every one of its processes."""
 
 from __future__ import annotations
 

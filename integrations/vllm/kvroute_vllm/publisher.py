@@ -48,7 +48,8 @@ _INIT_ROOT = "hash_fn"
 
 
 class PublisherOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What vLLM's own configuration has no place for: `kvroute` of `--additional-config`."""
+    """Options that vLLM's own configuration has no place for: `kvroute` of
+    `--additional-config`."""
 
     curve_key: str | None = None
     """File of the publisher's secret key; None: plain text."""
@@ -58,7 +59,7 @@ class PublisherOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File of the key under which blocks are announced, without token ids; None: with them."""
 
     def apply(self, config: PublisherConfig) -> PublisherConfig:
-        """The configuration with what the options name.
+        """Return the configuration with what the options name.
 
         Raises:
             KVEventsError: A file cannot be read, or holds something else.
@@ -74,7 +75,7 @@ class PublisherOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvroutePublisher:
-    """What vLLM's scheduler calls: `publish`, `shutdown` and `get_publisher_config`.
+    """The publisher whose `publish`, `shutdown` and `get_publisher_config` vLLM's scheduler calls.
 
     Args:
         data_parallel_rank: Ports move along by it.
@@ -137,7 +138,7 @@ class KvroutePublisher:
 
     @property
     def opened(self) -> ZmqEventPublisher:
-        """The publisher behind this one."""
+        """Return the publisher behind this one."""
         assert self._publisher is not None, "the scheduler was not made"
         return self._publisher
 
@@ -151,7 +152,7 @@ class KvroutePublisher:
             self._publisher.shutdown()
 
     def get_publisher_config(self) -> Any:
-        """Where to subscribe, for `GET /kv_event_sources`: over ZMQ, as with vLLM's own."""
+        """Return where to subscribe, for `GET /kv_event_sources`: over ZMQ, as with vLLM's own."""
         return KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -266,7 +267,7 @@ def _opening(
 
 
 def _opening_rest(init_none_hash: Callable[..., None]) -> Callable[..., None]:
-    """What the engine calls next; it may draw another root each time."""
+    """Return what the engine calls next; it may draw another root each time."""
 
     @functools.wraps(init_none_hash)
     def init_and_open(hash_fn: Any) -> None:

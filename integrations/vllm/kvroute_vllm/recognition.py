@@ -1,4 +1,4 @@
-"""Whether this vLLM is one that the plug-in knows: by its version and by what is to be replaced."""
+"""Checks whether the plug-in knows this vLLM, by its version and by what is to be replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UnknownVllm(Exception):
 
 
 def check_version(version: str) -> tuple[int, int]:
-    """The release that a version belongs to.
+    """Return the release that a version belongs to.
 
     Args:
         version: Such as `0.33.0`, `0.32.0+cpu` or `0.31.1rc2`.
@@ -32,7 +32,7 @@ def check_version(version: str) -> tuple[int, int]:
 
 
 def check_parameters(function: Callable[..., Any], *known: str) -> str:
-    """Which of several signatures a function has.
+    """Return which of several signatures a function has.
 
     Args:
         function: Of vLLM.

@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether managers of this process take hints."""
+    """Return whether managers of this process take hints."""
     return hasattr(SingleTypeKVCacheManager.cache_blocks, _HINTS)
 
 
@@ -110,7 +110,7 @@ refusals = _Refusals()
 
 
 def hints_of(request: Any) -> KeepHints:
-    """The hints of a vLLM request, read once; none where they are malformed."""
+    """Return the hints of a vLLM request, read once; none where they are malformed."""
     known = request.__dict__.get(_HINTS)
     if known is None:
         known = _read(request)
@@ -177,7 +177,7 @@ def _with_mask(cache_blocks: CacheBlocks) -> CacheBlocks:
 
 
 def _kept(manager: Any, request: Any, num_tokens: int) -> Iterator[int]:
-    """Positions in tokens that blocks of this manager's group are kept for."""
+    """Yield the positions in tokens that blocks of this manager's group are kept for."""
     hints, grid = hints_of(request), getattr(manager, _GRID, None)
     if grid is None:
         return  # not a scheduler's
@@ -187,7 +187,7 @@ def _kept(manager: Any, request: Any, num_tokens: int) -> Iterator[int]:
 
 
 def _response_ends(manager: Any, request: Any, num_tokens: int) -> range:
-    """Where a hit in the response could end, as far as it was not cached before, in tokens.
+    """Return where a hit in the response could end, as far as it was not cached before, in tokens.
 
     The end is known only when it has come, and its window has slid by then: so every block behind
     the prompt is kept. A state that drafts ran past may be another's, and is not.

@@ -48,6 +48,4 @@ def create_policy(name: str, capacity: int) -> EvictionPolicy:
         CacheConfigError: The name is unknown, or its plug-in cannot be used. A plug-in's own errors
             go through.
     """
-    if capacity < 1:
-        raise CacheConfigError(f"cache_policy {name!r}: capacity {capacity} must be at least 1")
     return _policies.make(name, capacity)

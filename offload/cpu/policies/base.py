@@ -30,27 +30,21 @@ class EvictionPolicy(Protocol):
         Returns:
             The evicted key; None without *evict*.
         """
-        ...
 
     def touch(self, key: OffloadKey) -> None:
         """A resident key, held or not, was used again."""
-        ...
 
     def hold(self, key: OffloadKey) -> None:
         """A resident key that is not held must not be evicted until its release."""
-        ...
 
     def release(self, key: OffloadKey) -> None:
         """A held key may be evicted again.
 
         It was busy until now, so it counts as recent, but not as used once more.
         """
-        ...
 
     def discard(self, key: OffloadKey) -> None:
         """A resident key, held or not, is gone without having been evicted: its copy failed."""
-        ...
 
     def clear(self) -> None:
         """Forget everything, as if newly created."""
-        ...

@@ -115,8 +115,8 @@ double EvictionOrder::copies_of(const Use& use) const {
 
 bool Forecast::may_evict(Tokens tokens, std::size_t prompts) const {
     // A prompt is taken in parts, which steps divide: each takes a block for every state.
-    const double parts =
-        static_cast<double>(tokens / kStepTokens) + 2.0 * static_cast<double>(prompts);
+    const Tokens whole_steps = tokens / kStepTokens;
+    const double parts = static_cast<double>(whole_steps) + 2.0 * static_cast<double>(prompts);
     const double keys = static_cast<double>(tokens) / static_cast<double>(kStep);
     const double most = keys * (layout_.full_blocks_per_key + layout_.window_blocks_per_key) +
                         parts * layout_.states;

@@ -27,10 +27,9 @@ from typing import Literal, TypeAlias
 from pydantic import SecretStr
 from starlette.types import Scope
 
-from router.config.keys import ClientKeyConfig
 from router.config.origin import Header, in_url
 from router.config.replica import key_bytes
-from router.config.server import ServerConfig
+from router.config.server import ClientKeyConfig, ServerConfig
 from router.doors.asks import ANONYMOUS, Key
 from router.errors import (
     BadRequest,

@@ -25,7 +25,7 @@ from router.errors import BadRequest, UnknownReplica
 from router.fleet.replica import Replica
 from router.index.base import GroupHit, Hit
 from router.index.prompt import HashedPrompt
-from router.prompt.body.rewriting import tenant_salt_of
+from router.prompt.body.salting import tenant_salt_of
 from router.routing.model import Model
 from router.telemetry.parts import RouterParts
 

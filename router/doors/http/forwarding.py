@@ -12,7 +12,7 @@ from router.doors.proxied_paths import dialect_of
 from router.plane.attempts import RANK_HEADER
 from router.plane.exchanges import PlaneExchange
 from router.plane.proxy_types import ProxyRequest
-from router.prompt.body.priority import PRIORITY_HEADER
+from router.prompt.body.owned_fields import PRIORITY_HEADER
 from router.routing.decision import Decision
 from router.telemetry.trace_context import TRACEPARENT, TRACESTATE
 

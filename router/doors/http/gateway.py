@@ -41,16 +41,14 @@ from router.errors import (
     RequestError,
     is_out_of_memory,
 )
-from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import Entrance
+from router.fleet.entrance import EngineOrder, Entrance
 from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
-from router.prompt.body.priority import PRIORITY_HEADER
-from router.prompt.errors import RequestBodyError
+from router.prompt.body.owned_fields import PRIORITY_HEADER
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
@@ -312,10 +310,7 @@ class Passage:
         """Refuse a priority that engines answer with 500."""
         for name, value in self._exchange.headers:
             if name == PRIORITY_HEADER:
-                try:
-                    check_int64(value.decode("latin-1"), PRIORITY_HEADER.decode())
-                except RequestBodyError as error:
-                    raise BadRequest(error.place, error.found, error.rule) from None
+                check_int64(value.decode("latin-1"), PRIORITY_HEADER.decode())
 
     @property
     def _was_under_way(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from router.config.discovery import FileDiscovery
-from router.config.files import Stamp, stamp_of
+from router.config.document import Stamp, stamp_of
 from router.config.replica import read_replicas
 from router.errors import ConfigError
 from router.fleet.discovery.provider import ProviderListener

@@ -54,8 +54,6 @@ class ProviderStatistics:
         ),
     ]
     """Why it cannot; None if it can."""
-    is_known: bool
-    """True once it has reported a list."""
 
 
 @dataclass(slots=True)
@@ -79,26 +77,18 @@ class _ManagedReplica:
     """When it ceased to be named."""
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaKeeper:
     """Adds and removes replicas for the providers. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        registry: ReplicaRegistry,
-        linger_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-        restart_s: float = MAX_RETRY_S,
-    ) -> None:
-        """Keep nothing yet.
+    registry: ReplicaRegistry
+    linger_s: float = 30.0
+    """How long a replica that is no longer named is kept, draining."""
+    clock: Callable[[], float] = time.monotonic
+    restart_s: float = MAX_RETRY_S
+    """When to follow a provider again that has ended, as none should."""
 
-        Args:
-            linger_s: How long a replica that is no longer named is kept, draining.
-            restart_s: When to follow a provider again that has ended, as none should.
-        """
-        self.linger_s = linger_s
-        self._restart_s = restart_s
-        self._registry = registry
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._provided: dict[str, _ProviderState] = {CONFIGURATION: _ProviderState()}
         self._kept: dict[str, _ManagedReplica] = {}
         self._dismissed: set[str] = set()
@@ -174,7 +164,7 @@ class ReplicaKeeper:
     def statistics(self) -> dict[str, ProviderStatistics]:
         return {
             name: ProviderStatistics(
-                len(found.replicas), found.reports, found.failures, found.error, found.reports > 0
+                len(found.replicas), found.reports, found.failures, found.error
             )
             for name, found in self._provided.items()
         }
@@ -202,7 +192,7 @@ class ReplicaKeeper:
             except Exception as error:
                 logger.critical("discovery: %s ended", provider.name, exc_info=error)
                 self.fail(provider.name, f"it ended: {type(error).__name__}")
-            await asyncio.sleep(self._restart_s)
+            await asyncio.sleep(self.restart_s)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -228,30 +218,30 @@ class ReplicaKeeper:
         self._remove_due()
 
     def _note_dismissed(self) -> None:
-        for replica_id in [name for name in self._kept if name not in self._registry]:
+        for replica_id in [name for name in self._kept if name not in self.registry]:
             del self._kept[replica_id]
             self._dismissed.add(replica_id)
 
     def _leave(self, replica_id: str, kept: _ManagedReplica) -> None:
         if kept.leaves_at is None:
-            kept.leaves_at = self._clock() + self.linger_s
-            kept.was_draining = self._registry.get(replica_id).draining
-            self._registry.drain(replica_id)
+            kept.leaves_at = self.clock() + self.linger_s
+            kept.was_draining = self.registry.get(replica_id).draining
+            self.registry.drain(replica_id)
             logger.info("replica %s: no longer named; removed in %g s", replica_id, self.linger_s)
 
     def _stay(self, replica_id: str, kept: _ManagedReplica, config: ReplicaConfig) -> None:
         if kept.leaves_at is not None:
             kept.leaves_at = None
             if not kept.was_draining:
-                self._registry.undrain(replica_id)
+                self.registry.undrain(replica_id)
             logger.info("replica %s: named again", replica_id)
         if config == kept.config:
             return
         if is_same_cache(config, kept.config):
-            self._registry.reconfigure(replica_id, config)
+            self.registry.reconfigure(replica_id, config)
             kept.config = config
         else:
-            if self._registry.get(replica_id).draining:
+            if self.registry.get(replica_id).draining:
                 self._drained[replica_id] = kept.config.origin
             self._remove(replica_id)
 
@@ -259,7 +249,7 @@ class ReplicaKeeper:
         replica_id = config.replica_id
         self._make_way(config)
         try:
-            self._registry.add(config)
+            self.registry.add(config)
         except RouterError as error:
             if self._refused.get(replica_id) != str(error):
                 logger.warning("discovery: replica %s cannot be added: %s", replica_id, error)
@@ -268,7 +258,7 @@ class ReplicaKeeper:
             self._refused.pop(replica_id, None)
             self._kept[replica_id] = _ManagedReplica(config)
             if self._drained.pop(replica_id, None) == config.origin:
-                self._registry.drain(replica_id)
+                self.registry.drain(replica_id)
 
     def _make_way(self, config: ReplicaConfig) -> None:
         """Remove the replica that leaves this address: another has it now."""
@@ -279,7 +269,7 @@ class ReplicaKeeper:
 
     def _remove_due(self) -> None:
         """Remove replicas that have been away for long enough, and schedule the next."""
-        now = self._clock()
+        now = self.clock()
         for replica_id, kept in list(self._kept.items()):
             if kept.leaves_at is not None and kept.leaves_at <= now:
                 self._remove(replica_id)
@@ -295,11 +285,10 @@ class ReplicaKeeper:
 
     def _remove(self, replica_id: str) -> None:
         del self._kept[replica_id]
-        self._registry.remove(replica_id)
+        self.registry.remove(replica_id)
 
 
 def make_providers(config: DiscoveryConfig, environ: Mapping[str, str]) -> list[ReplicaProvider]:
-    """The providers that are configured."""
     return [
         *(FileProvider(each, environ) for each in config.files),
         *(DnsProvider(each) for each in config.dns),

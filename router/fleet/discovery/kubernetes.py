@@ -19,7 +19,7 @@ from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
 from router.config.document import problems_in
 from router.config.origin import Origin, in_url
 from router.config.replica import ReplicaConfig, ReplicaOptions
-from router.config.rules import Location, Role
+from router.config.section import Location, Role
 from router.config.values import POLLED, UrlPath, has_wildcard_host, is_local_endpoint
 from router.fleet.discovery.kubernetes_api import (
     Collection,
@@ -79,7 +79,6 @@ class _Pod(msgspec.Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it may get requests."""
         return self.metadata.deletion_timestamp is None and any(
             condition.type == "Ready" and condition.status == "True"
             for condition in self.status.conditions or ()
@@ -381,7 +380,6 @@ def _usable_pool(pools: Collection[_Pool], name: str) -> _Pool | str:
 
 
 def _retry() -> Backoff:
-    """Return the delays after failures of one collection."""
     return Backoff(FIRST_RETRY_S, MAX_RETRY_S)
 
 

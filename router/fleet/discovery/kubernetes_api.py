@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -57,14 +58,7 @@ class Metadata(msgspec.Struct, rename="camel", frozen=True):
     annotations: dict[str, str] | None = None
 
 
-class KubernetesObject(Protocol):
-    """The fields that every type of object has."""
-
-    @property
-    def metadata(self) -> Metadata: ...
-
-
-T = TypeVar("T", bound=KubernetesObject)
+T = TypeVar("T")
 
 
 class _Page(msgspec.Struct, frozen=True):
@@ -168,14 +162,9 @@ class KubernetesApi:
             response.abort()
 
     async def _get(self, path: str, query: Mapping[str, str]) -> bytes:
-        status, _, body = await self._client.fetch(
-            self._origin,
-            b"GET",
-            _target(path, query),
-            b"",
-            Timeouts(_ANSWER_S, _ANSWER_S, _ANSWER_S),
-            MAX_PAGE_BYTES,
-            self._headers(),
+        target, times = _target(path, query), Timeouts(_ANSWER_S, _ANSWER_S, _ANSWER_S)
+        status, body = await self._client.fetch(
+            self._origin, target, times, MAX_PAGE_BYTES, self._headers()
         )
         if status != 200:
             raise KubernetesError(f"{path}: status {status}{_message(body)}", status)
@@ -219,23 +208,18 @@ async def _lines(response: UpstreamResponse) -> AsyncIterator[list[bytes]]:
 # --- following a collection -----------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class Collection(Generic[T]):
     """The objects of a collection, kept true by a list and watches."""
 
-    def __init__(
-        self,
-        api: KubernetesApi,
-        path: str,
-        selector: Mapping[str, str],
-        kind: type[T],
-        retry: Backoff,
-    ) -> None:
-        self._api = api
-        self._path = path
-        self._selector = selector
-        self._kind = kind
+    _api: KubernetesApi
+    _path: str
+    _selector: Mapping[str, str]
+    _kind: type[T]
+    _retry: Backoff
+
+    def __post_init__(self) -> None:
         self._version = ""
-        self._retry = retry
         self.objects: dict[str, T] = {}
         """The objects, by name."""
         self.unreadable: dict[str, str] = {}

@@ -8,10 +8,8 @@ The files; each imports only what is listed above it:
     openai_request.py      bodies of a chat completion and of /v1/responses
     anthropic_request.py   body of /v1/messages
     splicing.py            fields of a body replaced or taken out; all other bytes stay
-    rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
-    pulling.py             puts in the peer that an engine is to pull from
-    retention.py           puts in retention hints; takes a client's own out, and peers
-    priority.py            puts in the number by which an engine orders what waits
+    owned_fields.py        puts in what the router tells engines; takes a client's own out
+    salting.py             puts a tenant's salt in
     decoding.py            bytes -> the fields of a body that anything here reads
     requests.py            any body -> prompts to tokenise
 """

@@ -8,27 +8,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.errors import BadRequest
 from router.prompt.body.json_fields import object_list, optional_object
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import anthropic_tools
 from router.prompt.endpoints import BILLING_HEADER
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import describe
 from router.prompt.prompts import ChatPiece, ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
 
 def parse_messages(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
     """Read system prompt, messages, tools and thinking options.
 
     Raises:
-        RequestBodyError: A field that shapes the prompt breaks a rule.
+        BadRequest: A field that shapes the prompt breaks a rule.
     """
-    given = object_list(fields.get("messages"), "$.messages", limits)
+    given = object_list(fields.get("messages"), "$.messages")
     if not given:
-        raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
+        raise BadRequest("$.messages", "an empty list", "must hold at least one message")
     if any(_changes_tools(message) for message in given):
         return OpaquePrompt("tool_changes")
     messages = _system_message(fields.get("system"), "$.system")
@@ -36,8 +36,8 @@ def parse_messages(
         messages += _convert(message, f"$.messages[{index}]")
     return ChatPrompt(
         messages=messages,
-        tools=anthropic_tools(fields, limits),
-        template_arguments=template_arguments(fields, limits, _reasoning_effort(fields)),
+        tools=anthropic_tools(fields),
+        template_arguments=template_arguments(fields, _reasoning_effort(fields)),
         merge_inline_system=True,
         truncation=truncation,
         pieces=_pieces([fields.get("system"), *(message.get("content") for message in given)]),
@@ -76,13 +76,13 @@ def _blocks(content: object, place: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise RequestBodyError(place, describe(content), "must be a string or a list of blocks")
+        raise BadRequest(place, describe(content), "must be a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, dict):
-            raise RequestBodyError(f"{place}[{index}]", describe(block), "must be an object")
+            raise BadRequest(f"{place}[{index}]", describe(block), "must be an object")
         text = block.get("text")
         if text is not None and not isinstance(text, str):
-            raise RequestBodyError(f"{place}[{index}].text", describe(text), "must be a string")
+            raise BadRequest(f"{place}[{index}].text", describe(text), "must be a string")
     return content
 
 
@@ -105,7 +105,7 @@ def _system_message(content: object, place: str) -> list[dict[str, Any]]:
 def _convert(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise RequestBodyError(f"{place}.role", describe(role), "must be a string")
+        raise BadRequest(f"{place}.role", describe(role), "must be a string")
     if role == "system":
         return _system_message(content, f"{place}.content")
     if isinstance(content, str):

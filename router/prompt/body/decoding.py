@@ -13,41 +13,30 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from router.prompt.body.priority import PRIORITY_FIELD
-from router.prompt.body.pulling import TRANSFER_FIELD
-from router.prompt.body.rewriting import ARGUMENTS_FIELD, SAMPLING_FIELD
+from router.errors import BadRequest
+from router.prompt.body.owned_fields import (
+    ARGUMENTS_FIELD,
+    PRIORITY_FIELD,
+    SAMPLING_FIELD,
+    TRANSFER_FIELD,
+)
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.token_ids import PackTokenIds
+from router.prompt.errors import describe
+from router.prompt.token_ids import pack_token_ids
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-
-
 _PLACE = re.compile(r"\(byte (\d+)\)")
-
-
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
-
-
 RETENTION_FIELD = "prompt_cache_retention"
-
-
-SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
-
-
+SESSION_FIELDS: tuple[str, ...] = (
+    *("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user"),
+)
 _WITH_TOKEN_IDS = {
     endpoint: frozenset(form.id_fields) for endpoint, form in FORMS.items() if form.id_fields
 }
-
-
 _MAX_REST_BYTES = 65_536
-
-
 _SHORT_BODY_BYTES = 4096
-
-
 _TAKEN_OUT = b"[\t \t \n\t]"
-
 
 FIELD_NAMES = (
     *("model", "cache_salt", "token_ids", "messages", "prompt", "input"),
@@ -70,14 +59,12 @@ def _decoder(undecoded: Container[str] = ()) -> msgspec.json.Decoder[Any]:
 
 
 _FIELDS_DECODER = _decoder()
-
-
 _PACKING_DECODERS = {endpoint: _decoder(names) for endpoint, names in _WITH_TOKEN_IDS.items()}
 
 
 def holds_mostly_ids(body: bytes) -> bool:
-    """Return whether all but a small part of a JSON body is one list of numbers, which *pack* reads
-    in a fraction of the time that anything else takes."""
+    """Return whether all but a small part of a JSON body is one list of numbers, which the core
+    reads in a fraction of the time that anything else takes."""
     start, end = _first_list(body)
     if not end or start + len(body) - end > _MAX_REST_BYTES:
         return False
@@ -91,56 +78,54 @@ def _first_list(body: bytes) -> tuple[int, int]:
     return start, 0 if start < 0 else body.find(b"]", start) + 1
 
 
-def decode_fields(
-    body: bytes, encoding: str, endpoint: Endpoint, pack: PackTokenIds | None
-) -> dict[str, Any]:
+def decode_fields(body: bytes, encoding: str, endpoint: Endpoint) -> dict[str, Any]:
     try:
         if encoding == "json":
-            return _read_fields(body, endpoint, pack)
+            return _read_fields(body, endpoint)
         fields = msgspec.msgpack.decode(body)
         if isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
             # Templates and replicas know JSON only: other keys, bytes and dates are converted.
             fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
-        raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
+        raise BadRequest("$", "nested too deep", "must be nested less deep") from None
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
         # The messages hold offsets and type names, but no content.
         found = _fault(body, error) if encoding == "json" else str(error)
-        raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
+        raise BadRequest("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):
-        raise RequestBodyError("$", describe(fields), "the body must be an object")
+        raise BadRequest("$", describe(fields), "the body must be an object")
     return fields
 
 
-def _read_fields(body: bytes, endpoint: Endpoint, pack: PackTokenIds | None) -> dict[str, Any]:
+def _read_fields(body: bytes, endpoint: Endpoint) -> dict[str, Any]:
     """Read the fields of a JSON body that are used here."""
-    packing = None if pack is None else _PACKING_DECODERS.get(endpoint)
+    packing = _PACKING_DECODERS.get(endpoint)
     try:
-        if pack is None or packing is None:
+        if packing is None:
             return _present(_FIELDS_DECODER.decode(body))
-        if len(body) > _SHORT_BODY_BYTES and (found := _around_ids(body, endpoint, pack)):
+        if len(body) > _SHORT_BODY_BYTES and (found := _around_ids(body, endpoint)):
             return found
         fields = _present(packing.decode(body))
         for name in _WITH_TOKEN_IDS[endpoint]:
             if name in fields:
-                fields[name] = pack(fields[name]) or msgspec.json.decode(fields[name])
+                fields[name] = pack_token_ids(fields[name]) or msgspec.json.decode(fields[name])
         return fields
     except msgspec.ValidationError:
         # It is JSON, but not an object; the types demand no more.
         is_list = body.lstrip().startswith(b"[")
         whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
-        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
+        raise BadRequest("$", describe(whole), "the body must be an object") from None
     except (msgspec.DecodeError, UnicodeError):
         _FIELDS_DECODER.decode(body)  # names the place in the body, not in the field
         raise
 
 
-def _around_ids(body: bytes, endpoint: Endpoint, pack: PackTokenIds) -> dict[str, Any] | None:
+def _around_ids(body: bytes, endpoint: Endpoint) -> dict[str, Any] | None:
     """The fields of a body whose first list is its token ids: they are packed first, and the rest
     is read without them, since a parser takes as long to skip them. None for any other body."""
     start, end = _first_list(body)
-    ids = pack(body[start:end]) if end else None
+    ids = pack_token_ids(body[start:end]) if end else None
     if not ids:
         return None
     # In place of the ids: a list that no body has, and that is no JSON inside of a string.

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.errors import BadRequest
+from router.prompt.errors import describe
+from router.prompt.limits import MAX_MESSAGES, MAX_NESTING, MAX_VALUES
 
 _ENCODER = msgspec.json.Encoder()
 _COUNT = re.compile(r"\s*\+?([0-9]{1,15})(?:\.0+)?\s*")
@@ -31,12 +32,12 @@ def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any
     """Return a field that must be present and not null.
 
     Raises:
-        RequestBodyError: It is missing or null.
+        BadRequest: It is missing or null.
     """
     value = fields.get(name)
     if value is None:
         found = "null" if name in fields else "missing"
-        raise RequestBodyError(f"{place}.{name}", found, rule)
+        raise BadRequest(f"{place}.{name}", found, rule)
     return value
 
 
@@ -48,15 +49,15 @@ def optional_text(
     Args:
         max_chars: Longest string allowed; None sets no bound.
     Raises:
-        RequestBodyError: It is not a string, or is too long.
+        BadRequest: It is not a string, or is too long.
     """
     value = fields.get(name)
     if value is None:
         return None
     if not isinstance(value, str):
-        raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
+        raise BadRequest(f"{place}.{name}", describe(value), "must be a string")
     if max_chars is not None and len(value) > max_chars:
-        raise RequestBodyError(
+        raise BadRequest(
             f"{place}.{name}", describe(value), f"must have at most {max_chars} characters"
         )
     return value
@@ -66,61 +67,55 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
     """Return an object field; None if it is absent or null.
 
     Raises:
-        RequestBodyError: It is not an object.
+        BadRequest: It is not an object.
     """
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
-        raise RequestBodyError(f"{place}.{name}", describe(value), "must be an object")
+        raise BadRequest(f"{place}.{name}", describe(value), "must be an object")
     return value
 
 
-def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
+def object_list(value: object, place: str) -> list[dict[str, Any]]:
     """Check that a value is a list of objects within the bounds, and return it.
 
     Raises:
-        RequestBodyError: It is not such a list.
+        BadRequest: It is not such a list.
     """
     if not isinstance(value, list):
-        raise RequestBodyError(place, describe(value), "must be a list of objects")
-    if len(value) > limits.max_messages:
-        raise RequestBodyError(
-            place, describe(value), f"must have at most {limits.max_messages} items"
-        )
+        raise BadRequest(place, describe(value), "must be a list of objects")
+    if len(value) > MAX_MESSAGES:
+        raise BadRequest(place, describe(value), f"must have at most {MAX_MESSAGES} items")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
-            raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
-    check_shape(value, place, limits)
+            raise BadRequest(f"{place}[{index}]", describe(item), "must be an object")
+    check_shape(value, place)
     return value
 
 
-def check_shape(value: object, place: str, limits: PromptLimits) -> None:
+def check_shape(value: object, place: str) -> None:
     """Refuse a value that is nested too deep or holds too many values.
 
     Templates and JSON encoders recurse over what a client sends, and every value costs a look or
     two in the event loop; both must be known before they start.
 
-    Args:
-        limits: `max_nesting` and `max_values` count.
     Raises:
-        RequestBodyError: A bound is exceeded.
+        BadRequest: A bound is exceeded.
     """
-    level, left = [value], limits.max_values
-    for _ in range(limits.max_nesting + 2):
+    level, left = [value], MAX_VALUES
+    for _ in range(MAX_NESTING + 2):
         containers = [item for item in level if isinstance(item, (dict, list))]
         if not containers:
             return
         left -= sum(map(len, containers))
         if left < 0:
-            raise RequestBodyError(
-                place, "too many values", f"at most {limits.max_values} values are allowed"
-            )
+            raise BadRequest(place, "too many values", f"at most {MAX_VALUES} values are allowed")
         level = [
             child
             for item in containers
             for child in (item.values() if isinstance(item, dict) else item)
         ]
-    rule = f"at most {limits.max_nesting} levels of objects and lists are allowed"
-    raise RequestBodyError(place, "nested too deep", rule)
+    rule = f"at most {MAX_NESTING} levels of objects and lists are allowed"
+    raise BadRequest(place, "nested too deep", rule)
 
 
 def check_int64(value: object, place: str) -> None:
@@ -130,7 +125,7 @@ def check_int64(value: object, place: str) -> None:
     Args:
         value: A number, or the text of one.
     Raises:
-        RequestBodyError: It is out of range.
+        BadRequest: It is out of range.
     """
     if isinstance(value, str):
         try:
@@ -139,7 +134,7 @@ def check_int64(value: object, place: str) -> None:
             return
     if isinstance(value, (int, float)) and not -(2**63) <= value < 2**63:
         found = f"{value:g}" if isinstance(value, float) else f"{value.bit_length()} bits"
-        raise RequestBodyError(place, found, "must be an integer of 64 bits, from -2^63 to 2^63-1")
+        raise BadRequest(place, found, "must be an integer of 64 bits, from -2^63 to 2^63-1")
 
 
 def is_true(value: object) -> bool:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from router.errors import BadRequest
 from router.prompt.body.json_fields import (
     is_true,
     object_list,
@@ -15,8 +16,7 @@ from router.prompt.body.json_fields import (
 )
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import chat_tools, responses_tools
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import describe
 from router.prompt.prompts import ChatPrompt, OpaquePrompt
 from router.prompt.token_ids import Truncation
 
@@ -25,7 +25,6 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 def parse_chat(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     truncation: Truncation | None,
     *,
     add_generation_prompt: bool = True,
@@ -35,15 +34,15 @@ def parse_chat(
     Args:
         add_generation_prompt: The endpoint's default without the body's.
     """
-    messages = check_messages(fields, limits)
+    messages = check_messages(fields)
     if fields.get("chat_template") is not None:
         # A template is a program. One that a client sends is never run here.
         return OpaquePrompt("request_chat_template")
     return ChatPrompt(
         messages=messages,
-        tools=chat_tools(fields, limits),
-        documents=_documents(fields, limits),
-        template_arguments=template_arguments(fields, limits, fields.get("reasoning_effort")),
+        tools=chat_tools(fields),
+        documents=_documents(fields),
+        template_arguments=template_arguments(fields, fields.get("reasoning_effort")),
         add_generation_prompt=is_true(fields.get("add_generation_prompt", add_generation_prompt)),
         continue_final_message=is_true(fields.get("continue_final_message", False)),
         add_special_tokens=is_true(fields.get("add_special_tokens", False)),
@@ -51,15 +50,15 @@ def parse_chat(
     )
 
 
-def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
+def check_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Check the shape of `messages` as far as anything here relies on it.
 
     Raises:
-        RequestBodyError: The list or an entry breaks a rule.
+        BadRequest: The list or an entry breaks a rule.
     """
-    messages = object_list(fields.get("messages"), "$.messages", limits)
+    messages = object_list(fields.get("messages"), "$.messages")
     if not messages:
-        raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
+        raise BadRequest("$.messages", "an empty list", "must hold at least one message")
     for index, message in enumerate(messages):
         _check_message(message, f"$.messages[{index}]")
     return messages
@@ -68,13 +67,13 @@ def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict
 def _check_message(message: Mapping[str, Any], place: str) -> None:
     role = message.get("role")
     if not isinstance(role, str):
-        raise RequestBodyError(f"{place}.role", describe(role), "must be a string")
+        raise BadRequest(f"{place}.role", describe(role), "must be a string")
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
             _check_part(part, f"{place}.content[{index}]")
     elif content is not None and not isinstance(content, str):
-        raise RequestBodyError(
+        raise BadRequest(
             f"{place}.content", describe(content), "must be a string, a list of parts or null"
         )
     _check_tool_calls(message.get("tool_calls"), f"{place}.tool_calls")
@@ -84,30 +83,30 @@ def _check_part(part: object, place: str) -> None:
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
-        raise RequestBodyError(place, describe(part), "must be an object or a string")
+        raise BadRequest(place, describe(part), "must be an object or a string")
     for name in ("type", "text"):
         value = part.get(name)
         if value is not None and not isinstance(value, str):
-            raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
+            raise BadRequest(f"{place}.{name}", describe(value), "must be a string")
 
 
 def _check_tool_calls(calls: object, place: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise RequestBodyError(place, describe(calls), "must be a list of objects")
+        raise BadRequest(place, describe(calls), "must be a list of objects")
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise RequestBodyError(
+            raise BadRequest(
                 f"{place}[{index}]", describe(call), "must be an object with a function"
             )
 
 
-def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def _documents(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     documents = fields.get("documents")
     if documents is None:
         return None
-    return object_list(documents, "$.documents", limits)
+    return object_list(documents, "$.documents")
 
 
 # --- /v1/responses --------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class _UnknownItemError(Exception):
 
 
 def parse_responses(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
     """Read instructions, input, tools and reasoning effort of a responses request.
 
@@ -126,22 +125,22 @@ def parse_responses(
     message.
 
     Raises:
-        RequestBodyError: A field that shapes the prompt breaks a rule.
+        BadRequest: A field that shapes the prompt breaks a rule.
     """
     if fields.get("previous_response_id") is not None:
         return OpaquePrompt("stored_conversation")
     if any(tool.get("type") in ("namespace", "custom") for tool in _objects(fields.get("tools"))):
         return OpaquePrompt("unknown_tool_type")
     try:
-        messages = _messages_of(fields, limits)
+        messages = _messages_of(fields)
     except _UnknownItemError:
         return OpaquePrompt("unknown_input_item")
     continues = _continues_final_message(fields["input"])
     reasoning = optional_object(fields, "reasoning", "$") or {}
     return ChatPrompt(
-        messages=check_messages({"messages": messages}, limits),
-        tools=responses_tools(fields, limits),
-        template_arguments=template_arguments(fields, limits, reasoning.get("effort")),
+        messages=check_messages({"messages": messages}),
+        tools=responses_tools(fields),
+        template_arguments=template_arguments(fields, reasoning.get("effort")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
         # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a
@@ -155,7 +154,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _messages_of(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
+def _messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = fields.get("input")
     instructions = optional_text(fields, "instructions", "$")
     messages: list[dict[str, Any]] = (
@@ -164,11 +163,11 @@ def _messages_of(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[s
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise RequestBodyError("$.input", describe(given), "must be a string or a list of items")
+        raise BadRequest("$.input", describe(given), "must be a string or a list of items")
     if not given and not messages:
-        raise RequestBodyError("$.input", "an empty list", "must hold at least one item")
+        raise BadRequest("$.input", "an empty list", "must hold at least one item")
     turns: list[dict[str, Any]] = []
-    for item in object_list(given, "$.input", limits):
+    for item in object_list(given, "$.input"):
         _add_item(turns, item)
     return messages + turns
 
@@ -205,7 +204,7 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     if turns and turns[-1]["role"] == "assistant":
         calls = turns[-1].get("tool_calls")
         if calls is not None and not isinstance(calls, list):
-            raise RequestBodyError("$.input[].tool_calls", describe(calls), "must be a list")
+            raise BadRequest("$.input[].tool_calls", describe(calls), "must be a list")
         turns[-1] = {**turns[-1], "tool_calls": [*(calls or []), call]}
     else:
         turns.append({"role": "assistant", "tool_calls": [call]})

@@ -9,12 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
 
 from kvevents.errors import UNREADABLE
+from router.errors import BadRequest
 from router.prompt.body.anthropic_request import parse_messages
 from router.prompt.body.decoding import RETENTION_FIELD, SESSION_FIELDS, decode_fields
 from router.prompt.body.json_fields import (
@@ -27,25 +28,21 @@ from router.prompt.body.json_fields import (
     required,
 )
 from router.prompt.body.openai_request import parse_chat, parse_responses
-from router.prompt.body.priority import PRIORITY_FIELD
-from router.prompt.body.pulling import TRANSFER_FIELD
-from router.prompt.body.retention import strip_hints
-from router.prompt.body.rewriting import (
+from router.prompt.body.owned_fields import (
     ARGUMENTS_FIELD,
-    SALT_FIELD,
+    PRIORITY_FIELD,
     SAMPLING_FIELD,
+    TRANSFER_FIELD,
+    strip_hints,
     strip_report_mode,
-    tenant_salt_of,
-    with_tenant_salt,
 )
+from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import without_field
 from router.prompt.endpoints import FORMS, Endpoint
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import describe
+from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
-from router.prompt.token_ids import MODEL_LENGTH, PackTokenIds, TokenIds, Truncation
-
-_Ids = TypeVar("_Ids", list[Any], TokenIds)
+from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
 
 _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
@@ -60,38 +57,33 @@ def parse_request(
     body: bytes,
     *,
     encoding: Literal["json", "msgpack"] = "json",
-    limits: PromptLimits | None = None,
-    pack: PackTokenIds | None = None,
 ) -> PromptSpec:
     """Read all that routing needs from a request body.
 
-    A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms; with *pack*, which makes no
-    Python list of them, token ids take a quarter. Fields that nothing reads are skipped.
+    A million token ids would take some 50 ms as a Python list; packed they take a quarter. A chat
+    of 100 KB takes some 0.5 ms. Fields that nothing reads are skipped.
 
     Args:
         body: The bytes as received; the caller has bounded their number.
         encoding: `msgpack` only where the caller offers it (`/route`).
-        pack: The compiled index's; None without one.
     Raises:
-        RequestBodyError: The body is malformed, or its prompt breaks a rule.
+        BadRequest: The body is malformed, or its prompt breaks a rule.
     """
-    limits = limits or PromptLimits()
-    fields = decode_fields(body, encoding, endpoint, pack)
+    fields = decode_fields(body, encoding, endpoint)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
     if PRIORITY_FIELD in fields:
         check_int64(fields[PRIORITY_FIELD], f"$.{PRIORITY_FIELD}")
     if form is Endpoint.GENERATE:
         fields = _with_sampling(fields)
     model = _model(fields, endpoint)
-    prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
-    has_salt, max_chars = "cache_salt" in fields, limits.max_salt_chars
+    prompts = _PARSERS[form](fields, _truncation(fields, form))
     return PromptSpec(
         endpoint=form,
         model=model,
         prompts=prompts,
         stream="stream" in fields and is_true(fields["stream"]),
         choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
-        cache_salt=_salt(fields, form, len(prompts), max_chars) if has_salt else None,
+        cache_salt=_salt(fields, form, len(prompts)) if "cache_salt" in fields else None,
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),
@@ -121,18 +113,20 @@ def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _salt(
-    fields: Mapping[str, Any], form: Endpoint, prompts: int, max_chars: int
+    fields: Mapping[str, Any], form: Endpoint, prompts: int
 ) -> str | tuple[str | None, ...] | None:
     """Read one salt, or one for each prompt of a batch, as SGLang takes them. SGLang ignores an
     empty one; vLLM refuses it itself."""
     given = fields.get("cache_salt")
     if form is not Endpoint.COMPLETIONS or not isinstance(given, list):
-        return optional_text(fields, "cache_salt", "$", max_chars) or None
+        return optional_text(fields, "cache_salt", "$", MAX_SALT_CHARS) or None
     if len(given) != prompts:
         rule = f"must have as many salts as there are prompts, {prompts}"
-        raise RequestBodyError("$.cache_salt", describe(given), rule)
+        raise BadRequest("$.cache_salt", describe(given), rule)
     salts = {str(place): salt for place, salt in enumerate(given)}
-    return tuple(optional_text(salts, name, "$.cache_salt", max_chars) or None for name in salts)
+    return tuple(
+        optional_text(salts, name, "$.cache_salt", MAX_SALT_CHARS) or None for name in salts
+    )
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
@@ -141,9 +135,7 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
     if named is not None:
         known = [form.value for form in Endpoint]
         if named not in known:
-            raise RequestBodyError(
-                "$.endpoint", describe(named), f"must be one of {', '.join(known)}"
-            )
+            raise BadRequest("$.endpoint", describe(named), f"must be one of {', '.join(known)}")
         return Endpoint(named)
     if "token_ids" in fields:
         return Endpoint.ROUTE
@@ -154,7 +146,7 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
     ):
         if name in fields:
             return form
-    raise RequestBodyError("$", describe(fields), "must have token_ids, messages, prompt or input")
+    raise BadRequest("$", describe(fields), "must have token_ids, messages, prompt or input")
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
@@ -203,32 +195,28 @@ def _stored_response(fields: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) and named else None
 
 
-def _chats(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _chats(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     """Read several conversations, which share all other fields."""
     rule = "must be a list of conversations, each a list of messages"
     given = required(fields, "messages", "$", rule)
     if not isinstance(given, list) or not given:
         found = "an empty list" if given == [] else describe(given)
-        raise RequestBodyError("$.messages", found, rule)
-    if len(given) > limits.max_prompts:
-        most = f"must have at most {limits.max_prompts} conversations"
-        raise RequestBodyError("$.messages", describe(given), most)
+        raise BadRequest("$.messages", found, rule)
+    if len(given) > MAX_PROMPTS:
+        most = f"must have at most {MAX_PROMPTS} conversations"
+        raise BadRequest("$.messages", describe(given), most)
     for index, conversation in enumerate(given):
         if not isinstance(conversation, list):
             place = f"$.messages[{index}]"
-            raise RequestBodyError(place, describe(conversation), "must be a list of messages")
-    check_shape(given, "$.messages", limits)
+            raise BadRequest(place, describe(conversation), "must be a list of messages")
+    check_shape(given, "$.messages")
     return tuple(
-        parse_chat({**fields, "messages": conversation}, limits, truncation)
-        for conversation in given
+        parse_chat({**fields, "messages": conversation}, truncation) for conversation in given
     )
 
 
 def _generate(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     truncation: Truncation | None,  # noqa: ARG001 - this form cuts nothing
 ) -> tuple[Prompt, ...]:
     """Read token ids as the engine computes them; with media among them, up to the first one."""
@@ -237,13 +225,10 @@ def _generate(
     rule = "must be a list of token ids"
     value = required(fields, "token_ids", "$", rule)
     if not isinstance(value, (list, array)):
-        raise RequestBodyError("$.token_ids", describe(value), rule)
+        raise BadRequest("$.token_ids", describe(value), rule)
     if not value:
-        raise RequestBodyError("$.token_ids", "an empty list", "must hold at least one token id")
-    if isinstance(value, array):
-        ids = _bounded(value, "$.token_ids", limits)
-    else:
-        ids = _token_ids(value, "$.token_ids", limits)
+        raise BadRequest("$.token_ids", "an empty list", "must hold at least one token id")
+    ids = _token_ids(value, "$.token_ids")
     features = optional_object(fields, "features", "$")
     if not features:
         return (TokenPrompt(ids),)
@@ -264,44 +249,36 @@ def _holds_lists(value: object) -> TypeGuard[dict[str, list[Any]]]:
     return isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
 
 
-def _completions(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _completions(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     embeddings = fields.get("prompt_embeds")
     if embeddings:
         count = len(embeddings) if isinstance(embeddings, list) else 1
-        return (OpaquePrompt("prompt_embeds"),) * min(count, limits.max_prompts)
-    return _text_or_tokens(fields, "prompt", limits, truncation)
+        return (OpaquePrompt("prompt_embeds"),) * min(count, MAX_PROMPTS)
+    return _text_or_tokens(fields, "prompt", truncation)
 
 
-def _embeddings(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
+def _embeddings(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
     if "messages" in fields:
-        return (parse_chat(fields, limits, truncation, add_generation_prompt=False),)
+        return (parse_chat(fields, truncation, add_generation_prompt=False),)
     if isinstance(fields.get("input"), list) and any(
         isinstance(item, dict) for item in fields["input"]
     ):
         return (OpaquePrompt("unknown_input_item"),)
-    return _text_or_tokens(fields, "input", limits, truncation)
+    return _text_or_tokens(fields, "input", truncation)
 
 
-def _route(
-    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
-) -> tuple[Prompt, ...]:
-    return _text_or_tokens(fields, "token_ids", limits, truncation)
+def _route(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
+    return _text_or_tokens(fields, "token_ids", truncation)
 
 
-_Parser: TypeAlias = Callable[
-    [Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]
-]
+_Parser: TypeAlias = Callable[[Mapping[str, Any], Truncation | None], tuple[Prompt, ...]]
 
 
 def _one(
-    parse: Callable[[Mapping[str, Any], PromptLimits, Truncation | None], Prompt],
+    parse: Callable[[Mapping[str, Any], Truncation | None], Prompt],
 ) -> _Parser:
     """The parser of a form that holds one prompt."""
-    return lambda fields, limits, truncation: (parse(fields, limits, truncation),)
+    return lambda fields, truncation: (parse(fields, truncation),)
 
 
 _PARSERS: Mapping[Endpoint, _Parser] = {
@@ -317,69 +294,46 @@ _PARSERS: Mapping[Endpoint, _Parser] = {
 
 
 def _text_or_tokens(
-    fields: Mapping[str, Any], name: str, limits: PromptLimits, truncation: Truncation | None
+    fields: Mapping[str, Any], name: str, truncation: Truncation | None
 ) -> tuple[Prompt, ...]:
     """Read one prompt or a batch, each a string or a list of token ids."""
-    place = f"$.{name}"
-    value = required(fields, name, "$", _PROMPT_RULE)
-    if isinstance(value, array):
-        return (TokenPrompt(_bounded(value, place, limits), truncation),)
+    place, value = f"$.{name}", required(fields, name, "$", _PROMPT_RULE)
     add_special_tokens = is_true(fields.get("add_special_tokens", True))
-    if isinstance(value, str):
-        return (_text(value, place, limits, truncation, add_special_tokens),)
-    if not isinstance(value, list):
-        raise RequestBodyError(place, describe(value), _PROMPT_RULE)
-    if not value:
-        raise RequestBodyError(place, "an empty list", "must hold at least one prompt or token id")
-    if not isinstance(value[0], (str, list)):
-        return (TokenPrompt(_token_ids(value, place, limits), truncation),)
-    if len(value) > limits.max_prompts:
-        raise RequestBodyError(
-            place, describe(value), f"must have at most {limits.max_prompts} prompts"
-        )
+    if isinstance(value, list) and not value:
+        raise BadRequest(place, "an empty list", "must hold at least one prompt or token id")
+    if not isinstance(value, list) or not isinstance(value[0], (str, list)):
+        return (_prompt(value, place, _PROMPT_RULE, truncation, add_special_tokens),)
+    if len(value) > MAX_PROMPTS:
+        raise BadRequest(place, describe(value), f"must have at most {MAX_PROMPTS} prompts")
+    rule = "must be a string or a list of token ids"
     return tuple(
-        _batch_item(item, f"{place}[{index}]", limits, truncation, add_special_tokens)
+        _prompt(item, f"{place}[{index}]", rule, truncation, add_special_tokens)
         for index, item in enumerate(value)
     )
 
 
-def _batch_item(
+def _prompt(
     value: object,
     place: str,
-    limits: PromptLimits,
+    rule: str,
     truncation: Truncation | None,
     add_special_tokens: bool,
 ) -> Prompt:
-    if isinstance(value, str):
-        return _text(value, place, limits, truncation, add_special_tokens)
-    if isinstance(value, list):
-        return TokenPrompt(_token_ids(value, place, limits), truncation)
-    raise RequestBodyError(place, describe(value), "must be a string or a list of token ids")
+    if isinstance(value, (list, array)):
+        return TokenPrompt(_token_ids(value, place), truncation)
+    if not isinstance(value, str):
+        raise BadRequest(place, describe(value), rule)
+    if len(value) > MAX_PROMPT_CHARS:
+        raise BadRequest(place, describe(value), f"must have at most {MAX_PROMPT_CHARS} characters")
+    return TextPrompt(value, add_special_tokens, truncation)
 
 
-def _text(
-    text: str,
-    place: str,
-    limits: PromptLimits,
-    truncation: Truncation | None,
-    add_special_tokens: bool,
-) -> TextPrompt:
-    if len(text) > limits.max_prompt_chars:
-        raise RequestBodyError(
-            place, describe(text), f"must have at most {limits.max_prompt_chars} characters"
-        )
-    return TextPrompt(text, add_special_tokens, truncation)
-
-
-def _bounded(ids: _Ids, place: str, limits: PromptLimits) -> _Ids:
-    if len(ids) > limits.max_prompt_tokens:
-        found, most = f"a list of {len(ids)} items", limits.max_prompt_tokens
-        raise RequestBodyError(place, found, f"must have at most {most} token ids")
-    return ids
-
-
-def _token_ids(values: list[Any], place: str, limits: PromptLimits) -> TokenIds:
-    _bounded(values, place, limits)
+def _token_ids(values: list[Any] | TokenIds, place: str) -> TokenIds:
+    if len(values) > MAX_PROMPT_TOKENS:
+        found = f"a list of {len(values)} items"
+        raise BadRequest(place, found, f"must have at most {MAX_PROMPT_TOKENS} token ids")
+    if isinstance(values, array):
+        return values
     # The array takes true for 1, so the types are looked at first; both run in C over the whole
     # list. Engines take 1.0 for 1.
     types = set(map(type, values))
@@ -395,22 +349,20 @@ def _is_whole(value: int | float) -> bool:
     return isinstance(value, int) or value.is_integer()
 
 
-def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
+def _bad_token_id(values: list[Any], place: str) -> BadRequest:
     for index, value in enumerate(values):
         if type(value) is not int and not (type(value) is float and value.is_integer()):
-            return RequestBodyError(f"{place}[{index}]", describe(value), _TOKEN_RULE)
+            return BadRequest(f"{place}[{index}]", describe(value), _TOKEN_RULE)
         if not 0 <= value < 2**32:
-            return RequestBodyError(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
-    return RequestBodyError(place, describe(values), _TOKEN_RULE)
+            return BadRequest(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
+    return BadRequest(place, describe(values), _TOKEN_RULE)
 
 
 def read_request(
     body: bytes,
     endpoint: Endpoint,
     encoding: Literal["json", "msgpack"],
-    limits: PromptLimits,
     tenant_salt: bytes | None = None,
-    pack: PackTokenIds | None = None,
     drops_priority: bool = False,
 ) -> tuple[PromptSpec, bytes | None]:
     """Read a body, take out the fields that the router owns, and put a tenant's salt in.
@@ -420,11 +372,11 @@ def read_request(
     Returns:
         Its fields, with the tenant's salt; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: See `parse_request`.
+        BadRequest: See `parse_request`.
     """
-    spec = parse_request(endpoint, body, encoding=encoding, limits=limits, pack=pack)
+    spec = parse_request(endpoint, body, encoding=encoding)
     is_sent = endpoint is not Endpoint.ROUTE
-    changed = strip_report_mode(body, spec) if is_sent else body
+    changed = strip_report_mode(body) if is_sent and spec.has_engine_arguments else body
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
     if is_sent and drops_priority and spec.has_priority:
@@ -460,13 +412,13 @@ def read_model(
     Returns:
         The model, None if it names none; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: It is not a JSON object, its model is not a string, or its priority breaks
+        BadRequest: It is not a JSON object, its model is not a string, or its priority breaks
             a rule.
     """
     try:
         read = msgspec.json.decode(body, type=_ModelAndPriority)
     except UNREADABLE:
-        raise RequestBodyError(
+        raise BadRequest(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
     check_int64(read.priority, f"$.{PRIORITY_FIELD}")

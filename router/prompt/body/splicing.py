@@ -130,9 +130,17 @@ def _members(body: bytes, name: str) -> Iterator[_Member]:
             return
         start = _skip_space(body, _skip_space(body, key.end()) + 1)
         end = _value_end(body, start)
-        if key[0] == plain or (b"\\" in key[0] and json.loads(key[0]) == name):
+        if key[0] == plain or (b"\\" in key[0] and _unescaped(key[0]) == name):
             yield _Member(at, start, end)
         at = body.find(b",", end) + 1
+
+
+def _unescaped(key: bytes) -> str | None:
+    """Return a name; None for one that is not UTF-8, which a parser may skip unread."""
+    try:
+        return str(json.loads(key))
+    except UnicodeDecodeError:
+        return None
 
 
 def _skip_space(body: bytes, at: int) -> int:

@@ -6,25 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.prompt.body.json_fields import check_shape, optional_object
-from router.prompt.limits import PromptLimits
 
 # vLLM takes these values in template arguments as "not given".
 _UNSET = (None, "auto")
 
 
-def template_arguments(
-    fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object
-) -> dict[str, Any]:
+def template_arguments(fields: Mapping[str, Any], reasoning_effort: object) -> dict[str, Any]:
     """Return the variables that a request adds to its chat template.
 
     Args:
         fields: The decoded body; its `chat_template_kwargs` come first.
         reasoning_effort: The request's, from which the engine derives `enable_thinking`.
     Raises:
-        RequestBodyError: `chat_template_kwargs` is not an object, or is too large.
+        BadRequest: `chat_template_kwargs` is not an object, or is too large.
     """
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
-    check_shape(given, "$.chat_template_kwargs", limits)
+    check_shape(given, "$.chat_template_kwargs")
     arguments = dict(given)
     if isinstance(reasoning_effort, str) and reasoning_effort != "auto":
         arguments["reasoning_effort"] = reasoning_effort

@@ -11,45 +11,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from router.errors import BadRequest
 from router.prompt.body.json_fields import object_list, optional_object, optional_text
-from router.prompt.errors import RequestBodyError, describe
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import describe
 
 _Tool = TypeVar("_Tool", bound="dict[str, Any] | None")
 
 
-def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def chat_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of a chat completion; None without the field.
 
     Raises:
-        RequestBodyError: The list or an entry breaks a rule; likewise of the others.
+        BadRequest: The list or an entry breaks a rule; likewise of the others.
     """
-    return _converted(fields, limits, _chat_tool)
+    return _converted(fields, _chat_tool)
 
 
-def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def responses_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of the responses API, where a function's fields lie beside its type.
 
     Other kinds of tools (web search, MCP) stay at the server and reach no template.
     """
-    tools = _converted(fields, limits, _responses_tool)
+    tools = _converted(fields, _responses_tool)
     return None if not tools else [tool for tool in tools if tool is not None]
 
 
-def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
+def anthropic_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type."""
-    return _converted(fields, limits, _anthropic_tool)
+    return _converted(fields, _anthropic_tool)
 
 
 def _converted(
     fields: Mapping[str, Any],
-    limits: PromptLimits,
     convert: Callable[[dict[str, Any], str], _Tool],
 ) -> list[_Tool] | None:
     given = fields.get("tools")
     if given is None:
         return None
-    tools = object_list(given, "$.tools", limits)
+    tools = object_list(given, "$.tools")
     return [convert(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -60,7 +59,7 @@ def _responses_tool(tool: dict[str, Any], place: str) -> dict[str, Any] | None:
 def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     function = optional_object(tool, "function", place)
     if function is None:
-        raise RequestBodyError(f"{place}.function", "missing", "must be an object with a name")
+        raise BadRequest(f"{place}.function", "missing", "must be an object with a name")
     defer_loading = tool.get("defer_loading")
     if defer_loading is not None and function.get("defer_loading") is None:
         function = {**function, "defer_loading": defer_loading}
@@ -84,7 +83,7 @@ def _tool(function: dict[str, Any], defer_loading: object) -> dict[str, Any]:
 def _function(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str):
-        raise RequestBodyError(f"{place}.name", describe(name), "must be a string")
+        raise BadRequest(f"{place}.name", describe(name), "must be a string")
     known: dict[str, Any] = {
         "name": name,
         "description": optional_text(function, "description", place),

@@ -29,29 +29,14 @@ _TEXT_FIELDS = {
 # Fields that make a part a medium whatever its type.
 _MEDIA_FIELDS = frozenset(
     (
-        *(
-            "image_url",
-            "input_image",
-            "image_embeds",
-            "image_pil",
-            "audio_url",
-            "input_audio",
-            "audio_embeds",
-        ),
+        *("image_url", "input_image", "image_embeds", "image_pil"),
+        *("audio_url", "input_audio", "audio_embeds"),
         *("video_url", "video_embeds", "prompt_embeds"),
     )
 )
 # Fields of parts that have a meaning of their own; a template gets all others beside type and text.
 _KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
-    "type",
-    "text",
-    "refusal",
-    "thinking",
-    "closed",
-    "name",
-    "uuid",
-    "data",
-    "file",
+    *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file")
 }
 
 

@@ -14,7 +14,6 @@ from router.prompt.chat.conversation import (
     without_developer_role,
 )
 from router.prompt.chat.template import ChatTemplate
-from router.prompt.endpoints import ContentForm
 from router.prompt.errors import UntokenizableError
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import ChatPrompt
@@ -40,18 +39,6 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class ChatSettings:
-    """The rendering options of the engine's server, with its defaults."""
-
-    chat_template: str | None = None
-    """Text of a template that replaces the model's (`--chat-template`)."""
-    content_form: ContentForm | None = None
-    """`--chat-template-content-format`; None detects it."""
-    default_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """`--default-chat-template-kwargs`."""
-
-
-@dataclass(frozen=True)
 class RenderedChat:
     """Text of a prompt."""
 
@@ -67,44 +54,27 @@ class ChatRenderer:
     def __init__(
         self,
         files: ModelFiles,
-        settings: ChatSettings | None = None,
-        *,
-        max_chars: int = 16_777_216,
+        chat_template: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile the templates of *files*.
 
+        Args:
+            chat_template: Text of a template that replaces the model's (the engine's
+                `--chat-template`).
+            now: Clock of templates that write the date.
         Raises:
             ModelFilesError: A template is not valid Jinja.
         """
-        settings = settings or ChatSettings()
-        sources = (
-            {"default": settings.chat_template} if settings.chat_template else files.chat_templates
-        )
         self._templates = {
-            name: ChatTemplate(
-                source,
-                place=f"{files.path}: chat template {name}",
-                form=settings.content_form,
-                max_chars=max_chars,
-                now=now,
-            )
-            for name, source in self._sources(files, sources, settings).items()
+            name: ChatTemplate(source, place=f"{files.path}: chat template {name}", now=now)
+            for name, source in _sources(files, chat_template).items()
         }
         self._special_tokens = dict(files.special_tokens)
-        self._default_arguments = dict(settings.default_arguments)
         self._obstacle = _obstacle(files)
         self._takes_inline_system = all(
             template.takes_inline_system for template in self._templates.values()
         )
-
-    @staticmethod
-    def _sources(
-        files: ModelFiles, sources: Mapping[str, str], settings: ChatSettings
-    ) -> dict[str, str]:
-        if files.processor_template is None or settings.chat_template:
-            return dict(sources)
-        return {**sources, _PROCESSOR: files.processor_template}
 
     def render(self, prompt: ChatPrompt) -> RenderedChat:
         """Write *prompt* as text.
@@ -161,12 +131,19 @@ class ChatRenderer:
             "tools": None,
             "documents": None,
             **self._special_tokens,
-            **self._default_arguments,
             **tools,
             **arguments,
             **documents,
             "add_generation_prompt": prompt.add_generation_prompt,
         }
+
+
+def _sources(files: ModelFiles, chat_template: str | None) -> Mapping[str, str]:
+    if chat_template:
+        return {"default": chat_template}
+    if files.processor_template is None:
+        return files.chat_templates
+    return {**files.chat_templates, _PROCESSOR: files.processor_template}
 
 
 def _obstacle(files: ModelFiles) -> str | None:

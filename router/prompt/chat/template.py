@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from router.prompt.chat.bounded_jinja import BoundedSandbox, TooMuchWork, checked_date_pattern
 from router.prompt.endpoints import ContentForm
 from router.prompt.errors import ModelFilesError, UntokenizableError
+from router.prompt.limits import MAX_PROMPT_CHARS
 
 # What template code may raise on a client's data. All of it means that this conversation cannot be
 # rendered. The messages quote the conversation, so they are dropped.
@@ -90,14 +91,12 @@ class ChatTemplate:
         source: str,
         *,
         place: str = "chat template",
-        form: ContentForm | None = None,
-        max_chars: int = 16_777_216,
+        max_chars: int = MAX_PROMPT_CHARS,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile a template.
 
         Args:
-            form: Overrides the detected form (`--chat-template-content-format` of the engine).
             max_chars: Longest text that `render` returns.
             now: Clock of `strftime_now`; it should show the engine's local time.
         Raises:
@@ -117,7 +116,7 @@ class ChatTemplate:
             raise ModelFilesError(place, str(error), "must be a valid jinja template") from error
         self._max_chars = max_chars
         self._mentions_content = "content" in source
-        self.form: ContentForm = form or content_form(tree)
+        self.form: ContentForm = content_form(tree)
         """The form of content that it expects."""
         self.knows_developer_role = '"developer"' in source or "'developer'" in source
         """True if it accepts developer messages."""

@@ -11,17 +11,6 @@ from router.prompt.errors import UntokenizableError
 from router.prompt.token_ids import Ends, TokenIds
 
 
-def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
-    """Tokenise one text; the interpreter lock is free meanwhile.
-
-    Args:
-        add_special_tokens: Let the post-processor add BOS, EOS and the like.
-    Raises:
-        UntokenizableError: See `encode_all`.
-    """
-    return encode_all(backend, [text], add_special_tokens=add_special_tokens)[0]
-
-
 def encode_all(
     backend: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[TokenIds]:

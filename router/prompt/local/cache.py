@@ -199,8 +199,8 @@ class SegmentedTokenizer:
         missing = sum(len(key[1]) for key, ids in zip(keys, found, strict=True) if ids is None)
         return LookedUp(keys, found, missing)
 
-    def join(self, text: LookedUp) -> tuple[TokenIds, int]:
-        """Return the ids of the text, and how many characters the tokenizer ran over.
+    def join(self, text: LookedUp) -> TokenIds:
+        """Return the ids of the text.
 
         Raises:
             UntokenizableError: See `encode_all`.
@@ -220,7 +220,7 @@ class SegmentedTokenizer:
         joined = array("I")
         for key, known in zip(text.keys, text.found, strict=True):
             joined.extend(new[key] if known is None else known)
-        return joined, sum(len(segment) for _, segment in rest)
+        return joined
 
     def encode_whole(self, text: str) -> TokenIds:
         """Return the ids of a text and of the special tokens that the library puts around it.

@@ -23,13 +23,11 @@ class Segmenter:
         self._matcher: re.Pattern[str] = compile_matcher(matched)
 
     def starts(self, text: str) -> list[int]:
-        """Return the positions of anchors."""
         return [
             match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
         ]
 
     def anchor_at(self, text: str, start: int) -> str:
-        """Return the anchor at one of `starts`."""
         found = self._matcher.match(text, start)
         assert found is not None
         return found.group()

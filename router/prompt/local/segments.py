@@ -39,7 +39,6 @@ from __future__ import annotations
 import string
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
@@ -47,39 +46,22 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from router.prompt.errors import UntokenizableError
-from router.prompt.local.backend import encode, encode_all
+from router.prompt.local.backend import encode_all
 from router.prompt.local.segmenter import Segmenter
 
 _ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
 
 _KNOWN_NORMALIZERS = frozenset(
     (
-        *(
-            "Sequence",
-            "NFC",
-            "NFD",
-            "NFKC",
-            "NFKD",
-            "Lowercase",
-            "Strip",
-            "StripAccents",
-            "Replace",
-            "Prepend",
-        ),
+        *("Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase"),
+        *("Strip", "StripAccents", "Replace", "Prepend"),
         *("Precompiled", "BertNormalizer", "Nmt", "ByteLevel"),
     )
 )
 _KNOWN_PRE_TOKENIZERS = frozenset(
     (
-        *(
-            "Sequence",
-            "ByteLevel",
-            "Split",
-            "Metaspace",
-            "Whitespace",
-            "WhitespaceSplit",
-            "BertPreTokenizer",
-        ),
+        *("Sequence", "ByteLevel", "Split", "Metaspace"),
+        *("Whitespace", "WhitespaceSplit", "BertPreTokenizer"),
         *("Punctuation", "Digits", "UnicodeScripts", "CharDelimiterSplit", "FixedLength"),
     )
 )
@@ -101,37 +83,28 @@ class _TokenizerFile(msgspec.Struct):
     pre_tokenizer: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class TokenizerRules:
-    """Holds `tokenizer.json`'s rules of cutting."""
-
-    is_random: bool
-    """Two runs over the same text may give different ids."""
-    obstacle: str | None
-    """Why no text may be cut; None where texts may be cut."""
+RANDOM_MODEL = "random_model"
 
 
-def read_rules(tokenizer_json: bytes) -> TokenizerRules:
-    """Judge the components of a tokenizer; its added tokens are judged by `segmenter_for`.
+def obstacle_in(tokenizer_json: bytes) -> str | None:
+    """Return which component of a tokenizer forbids to cut texts; None where none does. Its added
+    tokens are judged by `segmenter_for`. Two runs of a `RANDOM_MODEL` over the same text may give
+    different ids.
 
     Raises:
         msgspec.MsgspecError: The file is not of the form of a tokenizer.
     """
     file = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
-    is_random = (
-        bool(file.model.dropout)
-        or file.model.alpha is not None
-        or file.model.nbest_size is not None
-    )
-    if is_random:
-        return TokenizerRules(True, "random_model")
-    if file.model.type not in _KNOWN_MODELS:
-        return TokenizerRules(False, "unknown_model")
+    model = file.model
+    if model.dropout or model.alpha is not None or model.nbest_size is not None:
+        return RANDOM_MODEL
+    if model.type not in _KNOWN_MODELS:
+        return "unknown_model"
     if not _types(file.normalizer, "normalizers") <= _KNOWN_NORMALIZERS:
-        return TokenizerRules(False, "unknown_normalizer")
+        return "unknown_normalizer"
     if not _types(file.pre_tokenizer, "pretokenizers") <= _KNOWN_PRE_TOKENIZERS:
-        return TokenizerRules(False, "unknown_pre_tokenizer")
-    return TokenizerRules(False, None)
+        return "unknown_pre_tokenizer"
+    return None
 
 
 def _types(component: object, children: str) -> set[str]:
@@ -199,11 +172,15 @@ _MAX_TOKENS_TRIED = 24
 
 
 def choose_segmenter(
-    backend: Tokenizer, rules: TokenizerRules
+    backend: Tokenizer, obstacle: str | None
 ) -> tuple[Segmenter | None, str | None]:
-    """Return a segmenter, or None and the reason why texts must be tokenised whole."""
-    if rules.obstacle is not None:
-        return None, rules.obstacle
+    """Return a segmenter, or None and the reason why texts must be tokenised whole.
+
+    Args:
+        obstacle: From `obstacle_in`.
+    """
+    if obstacle is not None:
+        return None, obstacle
     if backend.encode_special_tokens:
         return None, "splits_special_tokens"
     added = list(backend.get_added_tokens_decoder().values())
@@ -229,7 +206,7 @@ def survives_self_test(
     try:
         return all(
             _ids_of_pieces(backend, segmenter.split(text))
-            == encode(backend, text, add_special_tokens=False)
+            == encode_all(backend, [text], add_special_tokens=False)[0]
             for text in _test_texts(sorted(segmenter.anchors), added_tokens)
         )
     except UntokenizableError:

@@ -9,7 +9,6 @@ interpreter lock.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,14 +17,14 @@ from typing import Literal, NamedTuple
 from tokenizers import AddedToken, Tokenizer
 
 from kvevents.errors import UNREADABLE
-from router.prompt.chat.renderer import ChatRenderer, ChatSettings
+from router.prompt.chat.renderer import ChatRenderer
 from router.prompt.errors import ModelFilesError, UntokenizableError
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.prompt.local.backend import find_ends
 from router.prompt.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
 from router.prompt.local.message_ends import EndFinder, pieces_of
 from router.prompt.local.native import NativeTokenizer, load_native
-from router.prompt.local.segments import TokenizerRules, choose_segmenter, read_rules
+from router.prompt.local.segments import RANDOM_MODEL, choose_segmenter, obstacle_in
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import NO_ENDS, ChatPrompt, Coverage, MessageEnds, TextPrompt
 from router.prompt.token_ids import TokenIds, truncate
@@ -49,15 +48,13 @@ class TokenizerBackend(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """How a tokenizer works, and counts since the start."""
+    """How a tokenizer works."""
 
     backend: TokenizerBackend
     """The library's tokenizer."""
     obstacle: str | None
     """Why the tokenizer's rules forbid cutting texts, so that no cache can help; None where texts
     are cut, or need not be."""
-    encoded_chars: int
-    """Characters that the tokenizer ran over; the others came from the cache."""
     cache: SegmentCacheStatistics | None
     """The segment cache; None where fastokens does without."""
 
@@ -85,8 +82,7 @@ class LocalTokenizer:
         self,
         files: ModelFiles,
         *,
-        chat: ChatSettings | None = None,
-        limits: PromptLimits | None = None,
+        chat_template: str | None = None,
         use_native: bool = True,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         now: Callable[[], datetime] = datetime.now,
@@ -94,18 +90,16 @@ class LocalTokenizer:
         """Load everything and decide, once, how to tokenise.
 
         Args:
-            chat: How the engine's server renders chats.
+            chat_template: Text of a template that replaces the model's.
             use_native: Tokenise by fastokens where it gives the right ids.
             cache_bytes: Bound on the memory of the segment cache, where fastokens is not used.
             now: Clock for templates that write the date.
         Raises:
             ModelFilesError: The tokenizer or a template cannot be used.
         """
-        self._limits = limits or PromptLimits()
         backend = build_backend(files)
-        self._rules = _rules_of(files)
         self._ends = find_ends(backend)
-        self._segmenter, self._obstacle = choose_segmenter(backend, self._rules)
+        self._segmenter, self._obstacle = choose_segmenter(backend, _obstacle_in(files))
         native = self._load_native(backend) if use_native else "configured"
         self._native: NativeTokenizer | None = None
         self._library: SegmentedTokenizer | None = None
@@ -115,9 +109,7 @@ class LocalTokenizer:
             self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
         else:
             self._native, self._obstacle = native, None
-        self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
-        self._lock = threading.Lock()
-        self._encoded_chars = 0
+        self._renderer = ChatRenderer(files, chat_template, now)
         self._end_finder = self._make_end_finder(backend)
         del backend
         _give_back_memory()
@@ -125,7 +117,6 @@ class LocalTokenizer:
 
     @property
     def backend(self) -> TokenizerBackend:
-        """Return the library that tokenises."""
         return TokenizerBackend(
             "tokenizers" if self._native is None else "fastokens", self._why_not_native
         )
@@ -156,11 +147,9 @@ class LocalTokenizer:
             UntokenizableError: Too many ids.
         """
         prompt = prepared.prompt
-        ids, chars = self._encode(prepared)
-        with self._lock:
-            self._encoded_chars += chars
-        ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
-        if len(ids) > self._limits.max_prompt_tokens:
+        ends = self._ends if prompt.add_special_tokens else None
+        ids = truncate(self._encode(prepared), prompt.truncation, ends)
+        if len(ids) > MAX_PROMPT_TOKENS:
             raise UntokenizableError("prompt_too_long")
         return ids
 
@@ -180,7 +169,7 @@ class LocalTokenizer:
 
     def statistics(self) -> LocalStatistics:
         cache = self._library.statistics() if self._library else None
-        return LocalStatistics(self.backend, self._obstacle, self._encoded_chars, cache)
+        return LocalStatistics(self.backend, self._obstacle, cache)
 
     def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
         # Where special tokens depend on the text, only the library knows them.
@@ -199,11 +188,11 @@ class LocalTokenizer:
             assert self._native is not None
             return len(self._native.encode(text))
         salt = prepared.looked_up.keys[0][0]
-        return len(self._library.join(self._library.look_up(text, salt))[0])
+        return len(self._library.join(self._library.look_up(text, salt)))
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
-        if self._rules.is_random:
-            raise UntokenizableError("random_model")
+        if self._obstacle == RANDOM_MODEL:
+            raise UntokenizableError(RANDOM_MODEL)
         if isinstance(prompt, TextPrompt):
             return prompt.text, Coverage.WHOLE
         chat = self._renderer.render(prompt)
@@ -219,17 +208,16 @@ class LocalTokenizer:
             raise UntokenizableError("media")
         return text[: starts[-1]]
 
-    def _encode(self, prepared: PreparedPrompt) -> tuple[TokenIds, int]:
-        """Return the ids, and how many characters the tokenizer ran over."""
+    def _encode(self, prepared: PreparedPrompt) -> TokenIds:
         adds_special_tokens = prepared.prompt.add_special_tokens
         if prepared.looked_up is None or self._library is None:
             assert self._native is not None
-            ids, chars = self._native.encode(prepared.text), len(prepared.text)
+            ids = self._native.encode(prepared.text)
         elif adds_special_tokens and self._ends is None:
-            return self._library.encode_whole(prepared.text), len(prepared.text)
+            return self._library.encode_whole(prepared.text)
         else:
-            ids, chars = self._library.join(prepared.looked_up)
-        return self._ends.around(ids) if adds_special_tokens and self._ends else ids, chars
+            ids = self._library.join(prepared.looked_up)
+        return self._ends.around(ids) if adds_special_tokens and self._ends else ids
 
 
 def _give_back_memory() -> None:
@@ -240,9 +228,9 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def _rules_of(files: ModelFiles) -> TokenizerRules:
+def _obstacle_in(files: ModelFiles) -> str | None:
     try:
-        return read_rules(files.tokenizer_json)
+        return obstacle_in(files.tokenizer_json)
     except UNREADABLE as error:
         raise ModelFilesError(
             f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"

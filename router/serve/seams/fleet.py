@@ -15,40 +15,33 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from enum import IntEnum
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from async_timeout import timeout
-from typing_extensions import override
 
+from router._core import Placing
+from router._core import Reservations as CoreReservations
 from router.config.origin import Header
 from router.config.schema import RouterConfig
 from router.doors.names import worker_number
 from router.errors import UnknownModel
-from router.fleet.engine_order import EngineOrder
-from router.fleet.entrance import headers_read
+from router.fleet.entrance import EngineOrder, headers_read
 from router.fleet.registry import ReplicaListener
 from router.fleet.replica import Replica
-from router.fleet.types import EventSource, ReplicaState, ServedModels
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from router.plane.attempts import RANK_HEADER
 from router.plane.data_plane import DataPlane
-from router.prompt.body.priority import PRIORITY_HEADER
-from router.prompt.body.retention import HintForm
-from router.prompt.limits import PromptLimits
+from router.prompt.body.owned_fields import PRIORITY_HEADER, HintForm
+from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.routing.decision import hint_form
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleets import KnownFleet
 from router.routing.lengths import longest_certain
 from router.routing.model import Model
-from router.routing.planner import Ranker
+from router.routing.planner import RoutePlanner
 from router.telemetry.parts import RouterParts
 from router.telemetry.trace_context import TRACEPARENT
-
-if TYPE_CHECKING:
-    from router._core import Placing
-    from router._core import Reservations as CoreReservations
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +58,6 @@ _LOOKING_SHARE = 0.02
 """The most of the control loop's time that looking may take: it grows with the fleet."""
 MAX_ADAPTERS = 256
 """Adapters that the core knows; the one named least recently is forgotten."""
-_ANY_LENGTH = PromptLimits().max_prompt_tokens
 
 
 class OrderedBy(IntEnum):
@@ -138,7 +130,7 @@ class NativeDecisions(ReplicaListener):
         self,
         parts: RouterParts,
         dispatcher: Dispatcher,
-        ranker: Ranker,
+        planner: RoutePlanner,
         reserved: CoreReservations,
         shows_hits: bool,
     ) -> None:
@@ -150,11 +142,10 @@ class NativeDecisions(ReplicaListener):
         self._parts = parts
         self._dispatcher = dispatcher
         self._models = parts.models
-        self._ranker = ranker
+        self._planner = planner
         self._addresses = parts.proxy.addresses
-        core = import_module("router._core")
-        self._placing: Placing = core.Placing(
-            ranker.decider,
+        self._placing = Placing(
+            planner.decider,
             parts.config.events.self_repair_quiet_s,
             EngineOrder(parts.config.overload).facts,
             reserved,
@@ -216,25 +207,11 @@ class NativeDecisions(ReplicaListener):
     def _pause_s(self) -> float:
         return _QUIET_S if self._is_quiet else REFRESH_S
 
-    @override
-    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+    def _on_changed(self, *_: object, **__: object) -> None:
         self._has_changed.set()
 
-    @override
-    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_reconfigured(self, replica: Replica) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_removed(self, replica: Replica) -> None:
-        self._has_changed.set()
-
-    @override
-    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        self._has_changed.set()
+    on_state_changed = on_models_changed = on_sources_changed = _on_changed
+    on_reconfigured = on_removed = _on_changed
 
     def stop(self, plane: DataPlane) -> None:
         """Have everything decided in Python from now on."""
@@ -315,9 +292,10 @@ class NativeDecisions(ReplicaListener):
         self, name: str, model: Model, adapter: str | None, ways: dict[str, Way | None]
     ) -> tuple[ServedName, KnownFleet, HintForm | None] | None:
         """Return the core's entry for a name; None where Python has to look at its requests."""
-        index, ranker = model.index, self._ranker
-        replicas = self._dispatcher.serving(model, adapter)
-        if not replicas or index.searches or self._dispatcher.may_split(model, adapter):
+        index, planner = model.index, self._planner
+        serving = self._dispatcher.serving(model, adapter)
+        replicas = list(serving.able.values())
+        if not replicas or index.searches or serving.may_split:
             return None
         forms = {hint_form(model, replica) for replica in replicas}
         for replica in replicas:
@@ -333,12 +311,12 @@ class NativeDecisions(ReplicaListener):
         ]
         if len(forms) > 1 or len(named) < len(replicas):
             return None
-        fleet = ranker.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
-        longest = longest_certain(replicas, name) or _ANY_LENGTH
+        fleet = planner.fleets.fleet_of(model.name if adapter is None else name, replicas, index)
+        longest = longest_certain(replicas, name) or MAX_PROMPT_TOKENS
         (form,) = forms
         served = ServedName(
             model.name,
-            ranker.number_of(model.name),
+            planner.number_of(model.name),
             fleet.core,
             index.shared,
             named,

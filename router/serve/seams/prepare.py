@@ -15,10 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
+from router._core import Plane
 from router.config.origin import Header
 from router.doors.asks import ANONYMOUS, Key, tenant_salt
 from router.doors.http.access import check_one_content_type
@@ -27,40 +28,32 @@ from router.doors.http.question_fields import unrestricted_name
 from router.doors.proxied_paths import PREPARED
 from router.doors.terms_reader import TermsReader
 from router.errors import RequestError
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.fleet.limits import KeyUsage
 from router.index.base import SourceId
 from router.index.mirror_types import STEP
-from router.prompt.body.retention import HintForm, with_hints
+from router.prompt.body.owned_fields import HintForm, with_hints
 from router.prompt.endpoints import Endpoint
 from router.prompt.prompts import ChatPrompt, OpaquePrompt, TextPrompt, TokenizedPrompt, TokenPrompt
 from router.routing.decision import Asked
 from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.model import Model
 from router.routing.planner import prepare
-from router.routing.steering import ContinuationSign
 from router.telemetry.settled import Settled
 from router.telemetry.spans import PlacedTrace, Tracer
 from router.telemetry.trace_context import read_context
 
-if TYPE_CHECKING:
-    from router._core import Plane
-
 logger = logging.getLogger(__name__)
-
 
 MAX_HINTED = 16_384
 """The most requests whose end steering waits for."""
 
 
 class Names(Protocol):
-    """Knows the names that the core serves."""
+    """Knows the names that the core serves; see `NativeDecisions`."""
 
-    def want(self, adapter: str) -> None:
-        """Have the core know an adapter that a request names."""
-
-    def hint_form(self, name: str) -> HintForm | None:
-        """The form of retention hints to the replicas of a name; None where they get none."""
+    def want(self, adapter: str) -> None: ...
+    def hint_form(self, name: str) -> HintForm | None: ...
 
 
 class _HintedPrompt(NamedTuple):
@@ -102,7 +95,7 @@ class _UnusualRequest(Exception):
 
 @dataclass(eq=False, repr=False)
 class Preparation:
-    """Belongs to one event loop."""
+    """Reads prompts as a `PromptPreparer`. Belongs to one event loop."""
 
     dispatcher: Dispatcher
     names: Names | None
@@ -134,13 +127,6 @@ class Preparation:
         return len(self._tasks)
 
     def prepare(self, number: int, path: int, headers: list[Header], body: bytes) -> None:
-        """Read a prompt, and answer.
-
-        Args:
-            number: The request's, in the core.
-            path: Its place among `PREPARED`.
-            headers: Names in lower case; none where they do not matter.
-        """
         endpoint = PREPARED[path]
         begun = self._begin(endpoint.value, headers)
         if begun is not None:
@@ -156,7 +142,6 @@ class Preparation:
         self._tokenize(number, asked, functools.partial(self._place, number, body, asked))
 
     def prepare_question(self, number: int, kind: int, headers: list[Header], body: bytes) -> None:
-        """Read the prompt of a gateway's question, and answer; see `PromptPreparer`."""
         try:
             key = self._asker(kind, headers)
             asked = self._read(Endpoint.ROUTE, key, headers, body)
@@ -176,18 +161,15 @@ class Preparation:
         hinted = self._hinted.pop(number, None)
         if hinted is not None:
             model, lengths = hinted
-            announced = model.index.announced(SourceId(settled.replica, settled.dp_rank or 0))
-            step = STEP if announced is None else announced.scheduler_block_size or STEP
-            model.steering.count_outcome(lengths, settled.tokens[2], step)
+            source = SourceId(settled.replica, settled.dp_rank or 0)
+            model.count_outcome(lengths, source, settled.tokens[2])
 
     def hand_over(self, number: int) -> Begun | None:
-        """Return the state of a request that others serve from now on."""
         self._tokenising.discard(number)
         self._hinted.pop(number, None)
         return self._begun.pop(number, None)
 
     def left(self, number: int) -> None:
-        """The client has left before its request was placed."""
         begun = self.hand_over(number)
         if begun is not None:
             begun.left()
@@ -363,19 +345,16 @@ class Preparation:
         self, number: int, asked: Asked, tokenized: TokenizedPrompt
     ) -> tuple[bytes, Sequence[int]]:
         """The body with what its engine should keep of the prompt, and the lengths of that."""
-        form = self._hint_form(asked)
-        spec, model = asked.spec, asked.model
-        if form is None or not form.is_read_at(spec.endpoint):
+        form, model = self._hint_form(asked), asked.model
+        if form is None or not form.is_read_at(asked.spec.endpoint):
             return asked.body, ()
         (prompt,) = prepare(model.index, [tokenized])
         keys = prompt.prefix_keys(STEP)
         lengths = model.steering.named(keys)
         if lengths and len(self._hinted) < MAX_HINTED:
             self._hinted[number] = _HintedPrompt(model, lengths)
-        sign = ContinuationSign.NONE if asked.session is None else ContinuationSign.SESSION
-        sign = ContinuationSign.RETENTION if spec.keeps_prompt else sign
-        hints = model.steering.hints(keys, tokenized.token_ids, tokenized.ends, asked.tenant, sign)
-        body = with_hints(asked.body, spec.endpoint, form, *hints)
+        hints = asked.steer(keys, tokenized)
+        body = with_hints(asked.body, asked.spec.endpoint, form, *hints)
         return body, () if body is asked.body else hints.keep
 
     def _open(self, number: int) -> None:

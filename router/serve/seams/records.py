@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from router._core import Booking
 from router.doors.asks import ANONYMOUS
 from router.doors.http.access_log import AccessLine
 from router.doors.http.gateway import Begun
@@ -20,19 +21,12 @@ from router.telemetry.request_log import RoutedRequest
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.settled import RequestSum, Settled
 
-if TYPE_CHECKING:
-    from router._core import Booking
-
 
 class Prepared(Protocol):
     """Knows what was made for such requests; see `Preparation`."""
 
-    def begun(self, number: int) -> Begun | None:
-        """Return the state of a request that goes on."""
-        raise NotImplementedError
-
-    def settled(self, number: int, settled: Settled) -> None:
-        """A request that was placed has ended."""
+    def begun(self, number: int) -> Begun | None: ...
+    def settled(self, number: int, settled: Settled) -> None: ...
 
 
 @dataclass(eq=False, repr=False)

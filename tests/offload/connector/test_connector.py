@@ -25,7 +25,9 @@ from offload.base import (
 )
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector, StoreScope, Tier
+from offload.connector.connector import OffloadingConnector
+from offload.connector.store_plan import StoreScope
+from offload.connector.tier import Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.errors import CacheConfigError, TierStateError

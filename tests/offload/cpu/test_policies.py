@@ -83,12 +83,6 @@ def test_a_name_that_two_packages_offer_is_refused(installed: Path) -> None:
         create_policy("fifo", 4)
 
 
-def test_a_policy_for_no_blocks_is_refused() -> None:
-    """ARC divides its room in two, so there must be some."""
-    with pytest.raises(CacheConfigError, match="capacity 0 must be at least 1"):
-        create_policy("arc", 0)
-
-
 @pytest.mark.parametrize("name", ["in_flight", "evicts_nothing"])
 def test_a_plug_in_that_breaks_the_rules_stops_the_store(installed: Path, name: str) -> None:
     """A block handed out during a copy would serve another prompt's keys and values."""

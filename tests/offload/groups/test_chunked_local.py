@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.groups.base import GroupManager, Retention
-from offload.groups.chunked_local import ChunkedLocalManager
+from offload.groups.local import ChunkedLocalManager
 from tests.offload.small_cache import KEEP_ALL, ids, manager_of, need, request, table_after
 from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import chunked

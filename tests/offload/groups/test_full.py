@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvevents.layout import KVCacheGroup
-from offload.errors import CacheConfigError
 from offload.groups.base import GroupManager, blocks_for
-from offload.groups.full import FullAttentionManager
 from tests.offload.small_cache import (
     KEEP_ALL,
     cached_and_free,
@@ -18,14 +16,14 @@ from tests.offload.small_cache import (
     table_after,
 )
 from tests.support.cache_driver import free_ids
-from tests.support.cache_layouts import cross, full
+from tests.support.cache_layouts import full
 
 
 def manager(
     group: KVCacheGroup | None = None, max_model_len: int = 200, num_blocks: int = 50
 ) -> GroupManager:
     return manager_of(
-        FullAttentionManager, group or full(), max_model_len=max_model_len, num_blocks=num_blocks
+        GroupManager, group or full(), max_model_len=max_model_len, num_blocks=num_blocks
     )
 
 
@@ -173,29 +171,3 @@ def test_every_block_is_kept_and_readable() -> None:
     assert group.can_read(())
     hit = cached_and_free(group, request("old", range(8)), 8)
     assert group.can_read(hit)
-
-
-@pytest.mark.parametrize("scheduler_block_size", [3, 6, 2])
-def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(
-    scheduler_block_size: int,
-) -> None:
-    """It is not computed again further down, so a wrong one must not pass."""
-    message = (
-        rf"^group 0 \(full_attention\): scheduler_block_size {scheduler_block_size} "
-        "must be a multiple of block_size 4$"
-    )
-    with pytest.raises(CacheConfigError, match=message):
-        manager_of(FullAttentionManager, full(), scheduler_block_size=scheduler_block_size)
-    group = manager_of(FullAttentionManager, full(), scheduler_block_size=12)
-    assert group.settings.scheduler_block_size == 12
-
-
-def test_a_group_knows_its_own_sizes() -> None:
-    """The block size is the group's; the scheduler's is handed down unchanged."""
-    group = manager_of(
-        FullAttentionManager, cross(8), scheduler_block_size=16, max_in_flight_tokens=7, eagle=True
-    )
-    settings = group.settings
-    assert group.block_size == 8
-    assert (settings.scheduler_block_size, settings.max_in_flight_tokens) == (16, 7)
-    assert settings.eagle

@@ -6,7 +6,7 @@ import pytest
 
 from kvevents.layout import KVCacheGroup
 from offload.groups.base import GroupManager, Retention
-from offload.groups.sliding_window import SlidingWindowManager
+from offload.groups.local import SlidingWindowManager
 from tests.offload.small_cache import KEEP_ALL, ids, manager_of, need, request, table_after
 from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import window

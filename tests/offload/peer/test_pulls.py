@@ -22,6 +22,7 @@ from offload.base import OffloadKey
 from offload.errors import CacheConfigError, EngineRequestError
 from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
+from offload.peer.wire import PeerFetch, encode
 from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
 from router.index.base import SourceId
@@ -236,6 +237,20 @@ def test_a_server_outlives_whatever_is_sent_to_it(start: Start) -> None:
             socket.send_multipart(frames)
             assert socket.poll(10_000)
             assert socket.recv_multipart() == [b""]
+    assert puller.serve("b", PROMPT, holder.address)[1] > 0
+
+
+@pytest.mark.parametrize("key", [b"", b"abc", b"\xff" * 36])
+def test_a_fetch_of_what_is_no_key_gets_nothing(start: Start, key: bytes) -> None:
+    """Also from an engine of equal weights: the server goes on for all others."""
+    holder, puller = start(), start(False)
+    holder.serve("a", PROMPT)
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
+        socket.send(encode(PeerFetch(holder.spec.peers._identity, [key])))
+        assert socket.poll(10_000)
+        assert socket.recv_multipart() == [b""]
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
 
 

@@ -187,8 +187,8 @@ def test_a_job_is_cut_where_the_drawing_of_the_module_says() -> None:
     spec = GPULoadStoreSpec(list(range(7)), [7], [3])
     plan = geometry.plan(LOAD, spec, 3, staging_bytes=2 * 4 * 8 + 1)
     assert plan.chunks == [
-        Chunk(0, 0, 2, first_page=3, first_id=0, id_count=5, gpu_bytes=40),
-        Chunk(0, 2, 1, first_page=0, first_id=5, id_count=2, gpu_bytes=16),
+        Chunk(0, slice(0, 2), pages=slice(3, 8), ids=slice(0, 5), gpu_bytes=40),
+        Chunk(0, slice(2, 3), pages=slice(0, 2), ids=slice(5, 7), gpu_bytes=16),
     ]
     assert plan.gpu_bytes == 7 * 8
 

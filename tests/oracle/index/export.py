@@ -15,7 +15,7 @@ from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from router.index.base import SourceId, SourceLimits
-from router.index.layout_learner import LayoutHints, SeenGroup, TierHint
+from router.index.layout_learner import LayoutHints, LayoutLearner, SeenGroup, TierHint
 from router.index.sources import DumpError
 from tests.oracle.index.block_table import BlockTable, GroupTier
 from tests.oracle.index.copy_counting import Counting
@@ -263,8 +263,14 @@ def _source_of(
     stores: Mapping[str, SharedStore],
 ) -> SourceCache:
     source = SourceCache(space, record.hints, limits, stores)
-    source.learner.tiers_seen = record.tiers_seen
-    source.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
+    source.learner = LayoutLearner(
+        record.hints,
+        lookahead=record.lookahead,
+        announced=record.announced,
+        seen=record.seen,
+        tiers_seen=record.tiers_seen,
+        smallest_step=record.smallest_step,
+    )
     source.finder.take(record.chain)
     source.shows_extra_keys = record.shows_extra_keys
     source.has_overflowed = record.has_overflowed

@@ -434,7 +434,9 @@ class SourceCache:
         if self.layout is None or not self.table.unplaced or not self.finder.may_find:
             return
         step = self.layout.hash_block_size
-        self.finder.try_prompt(token_ids, spell(step), step, self.learner.lookahead, self.table)
+        self.finder.try_prompt(
+            token_ids, spell(step), step, self.learner.lookahead, self.table.__contains__
+        )
 
     def _find_hash_function(self, batch: EventBatch) -> None:
         """Try known functions on a batch, where placing alone leaves blocks unfound: holes without

@@ -25,7 +25,6 @@ from router.index.mirror_types import (
     STEP,
     WORTH_PUBLISHING,
     ByTier,
-    CacheOutlook,
     MirrorStatistics,
     Prefilling,
 )
@@ -38,7 +37,7 @@ from tests.oracle.mirror.layout import UNKNOWN, Layout, layout_of
 from tests.oracle.mirror.loading import LoadPrices
 from tests.oracle.mirror.ownership import Ownership, Taken, Use
 from tests.oracle.mirror.traffic import FadingRate, ModelTraffic
-from tests.support.index import Coming, blocks_held, match_source, removals
+from tests.support.index import CacheOutlook, Coming, blocks_held, match_source, removals
 
 FADE_S = 30.0
 """How long what was sent to a cache counts in its rates."""

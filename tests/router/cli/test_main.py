@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -94,3 +95,23 @@ def test_a_command_of_the_engine_says_what_to_install_where_it_is_missing(
         said
         == f"kvroute: {name}: this command cannot be loaded: it is not installed; {_ADD_ON_RULE}\n"
     )
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--chat"])
+def test_a_prompt_that_is_no_text_is_refused_in_words(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python gives such bytes of a command line to us as lone surrogates."""
+    assert main(["route", option, "a\udcffb"]) == 2
+    assert capsys.readouterr().err.endswith("must be text in UTF-8\n")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text_is_refused_in_words(
+    errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It depends on the locale whether Python refuses it, or we find it while encoding."""
+    given = io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main(["route", "--prompt", "-"]) == 2
+    assert capsys.readouterr().err.endswith("must be text in UTF-8\n")

@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from router.config.certificates import Certificate, listener_certificate, replica_certificate
-from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.server import ListenerTlsConfig, ReplicaTlsConfig
 from router.errors import ConfigError
 
 NAME = "127.0.0.1"

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
 from router.config.server import TimeoutsConfig
+from router.config.watch import HealthConfig
 from router.errors import BadRequest, ConfigError
 from router.index.layout_learner import LayoutHints, StoreHint
 from router.policies import PolicySettings, make_policy, policy_names
@@ -351,7 +351,11 @@ def test_all_problems_are_reported_at_once() -> None:
     """One round trip for one file, not one for each mistake."""
     text = """
     servr: {}
-    server: {port: 70000, prot: 1, timeouts: {connect_s: -1, idle_s: soon}}
+    server:
+      port: 70000
+      prot: 1
+      timeouts: {connect_s: -1, idle_s: soon}
+      retries: {further_attempts: -1, budget_share: -1, budget_burst: -1}
     models:
       - {name: "", tokenizer: 5}
       - name: m
@@ -370,6 +374,9 @@ def test_all_problems_are_reported_at_once() -> None:
         "server.port: 70000; must be less than or equal to 65535",
         "server.timeouts.connect_s: -1; must be greater than 0",
         "server.timeouts.idle_s: 'soon'; must be a valid number",
+        "server.retries.further_attempts: -1; must be greater than or equal to 0",
+        "server.retries.budget_share: -1; must be greater than or equal to 0",
+        "server.retries.budget_burst: -1; must be greater than or equal to 0",
         "models[0].name: ''; must have at least 1 character",
         "models[0].tokenizer: 5; must be a valid string",
         "models[1].layout.groups[0]: group 0 (sliding_window):"
@@ -718,6 +725,46 @@ def test_a_public_key_may_look_as_if_it_named_a_variable() -> None:
     (found,) = problems(yaml.safe_dump({"events": given}))
     rule = "holds a ${...}; environment variables are for API keys only"
     assert found == f"events.curve_server_key: {rule}"
+
+
+@pytest.mark.parametrize("address", ["tcp://a:99999", "tcp://a:1:2", "tcp://::1:5557"])
+def test_an_address_that_no_socket_takes_is_refused(address: str) -> None:
+    """It would be found out when its stream is to be followed, or the router to listen there."""
+    source = {"endpoint": address, "replay_endpoint": address}
+    document = {"replicas": [{"url": "http://a:1", "kv_events": [source]}]}
+    found = problems(yaml.safe_dump({**document, "events": {"listen": address}}))
+    source_place = "replicas[0].kv_events[0]"
+    places = (f"{source_place}.endpoint", f"{source_place}.replay_endpoint", "events.listen")
+    for place, problem in zip(places, found, strict=True):
+        assert problem.startswith(f"{place}: {address!r}; expected tcp://host:port")
+
+
+def test_every_rank_that_is_listened_for_has_a_port() -> None:
+    """A start would end with a traceback."""
+    (found,) = problems("events: {listen: 'tcp://*:65535', listen_ranks: 2}")
+    rule = "the data-parallel rank's port 65536 must not lie above 65535"
+    assert found == f"events.listen_ranks: tcp://*:65535: {rule}"
+    for listen in ("tcp://*:0", "tcp://*:65534", "ipc:///run/kvroute"):
+        read(yaml.safe_dump({"events": {"listen": listen, "listen_ranks": 2}}))
+
+
+def test_a_publishers_key_without_our_own_is_refused_wherever_a_source_can_stand() -> None:
+    """Its stream would be followed in plain text, and nothing would say so."""
+    source = {"endpoint": "tcp://*:5557", "server_key": zmq.curve_keypair()[0].decode()}
+    replica = {"kv_events": [source]}
+    dns = {"name": "a", "port": 1, "replica": replica}
+    pods = {"selector": "app=a", "replica": replica}
+    document = {
+        "replicas": [{"url": "http://a:1", **replica}],
+        "discovery": {"dns": [dns], "kubernetes": [pods]},
+    }
+    places = ("replicas[0]", "discovery.dns[0].replica", "discovery.kubernetes[0].replica")
+    rule = "there must be events.curve_keys for that"
+    assert problems(yaml.safe_dump(document)) == [
+        f"{place}.kv_events[0].server_key: {rule}" for place in places
+    ]
+    document["events"] = {"curve_keys": "k"}
+    read(yaml.safe_dump(document))
 
 
 def test_a_source_that_is_asked_has_a_path_and_nothing_of_a_stream() -> None:

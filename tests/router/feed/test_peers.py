@@ -17,8 +17,8 @@ import trustme
 from kvevents.codec import encode
 from kvevents.events import EventBatch
 from router.errors import NoSnapshot, Overloaded
-from router.feed.beginning import SnapshotRestorer
 from router.feed.feed import Feed
+from router.feed.snapshot_file import SnapshotRestorer
 from router.feed.snapshot_peers import MAX_AT_ONCE, PeerLimits, Peers, Sender, peer_key
 from router.fleet.types import EventSource
 from router.index.base import Hit, SourceId

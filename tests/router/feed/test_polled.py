@@ -12,7 +12,6 @@ from async_timeout import timeout
 
 from kvevents.errors import EndpointError
 from kvevents.stream_state import SourceState
-from router.config.origin import Header
 from router.feed import polled
 from router.feed.feed import Feed, SourceOptions
 from router.fleet.client import UpstreamClient
@@ -75,7 +74,7 @@ class Setting:
 class Uncancellable(UpstreamClient):
     """Reports the end of a timeout where a request is cancelled."""
 
-    async def fetch(self, *args: Any, **kwargs: Any) -> tuple[int, list[Header], bytes]:
+    async def fetch(self, *args: Any, **kwargs: Any) -> tuple[int, bytes]:
         try:
             return await super().fetch(*args, **kwargs)
         except asyncio.CancelledError:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.errors import BadRequest
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.fleet.line import LONGEST_TOKENS, Line, LineLimits
 from tests.router.fleet.test_line import take_all, waiter
 

@@ -127,7 +127,7 @@ def test_a_replica_is_left_alone_for_as_long_as_it_says_within_a_bound() -> None
     gate.now += 3
     assert gate.shut() is None
     gate.busy(3600)
-    assert gate.backs_off_s == 10
+    assert gate.backs_off_s() == 10
 
 
 def test_a_tenant_that_is_refused_alone_backs_off_alone() -> None:
@@ -136,7 +136,7 @@ def test_a_tenant_that_is_refused_alone_backs_off_alone() -> None:
     gate.busy(3, "noisy")
     assert (gate.shut("noisy"), gate.opens_in_s("noisy")) == (TENANT_BACKING_OFF, 3)
     assert (gate.shut("quiet"), gate.shut(), gate.opens_in_s("quiet")) == (None, None, 0)
-    assert (gate.backs_off_s, gate.times_busy, gate.is_watching) == (0, 1, True)
+    assert (gate.backs_off_s(), gate.times_busy, gate.is_watching) == (0, 1, True)
     gate.busy(5)
     assert gate.shut("noisy") == gate.shut("quiet") == BACKING_OFF
     gate.now += 5
@@ -149,7 +149,7 @@ def test_so_many_tenants_are_remembered_and_no_more() -> None:
     gate.busy(1)
     for number in range(MAX_TENANTS_BACKING_OFF):
         gate.busy(2, f"tenant-{number}")
-    assert not gate.backs_off_s, "it was the first to end"
+    assert not gate.backs_off_s(), "it was the first to end"
     assert gate.shut("tenant-0") == TENANT_BACKING_OFF
     gate.busy(3, "last")
     assert gate.shut("tenant-0") is None

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.keys import ClientKeyConfig
+from router.config.server import ClientKeyConfig
 from router.errors import KeyLimitReached, ModelNotAllowed
 from router.fleet.limits import (
-    KeyCounts,
     KeyLimits,
     KeyUsage,
     MinuteCount,
 )
+from router.fleet.types import KeyCounts
 
 
 class Clock:
@@ -95,7 +95,7 @@ def test_what_other_routers_count_is_added() -> None:
     limits = KeyLimits([config, ClientKeyConfig(name="free", key="l")], clock)
     assert set(limits.usages) == {"a"}, "a key without limits is not counted"
     limits.take_elsewhere(
-        [{"a": KeyCounts(6, 100, 2)}, {"a": KeyCounts(3, 50, 2), "b": KeyCounts()}]
+        [{"a": KeyCounts(6, 100, 2)}, {"a": KeyCounts(3, 50, 2), "b": KeyCounts(0, 0, 0)}]
     )
     usage = limits.usages["a"]
     usage.enter()

@@ -296,7 +296,8 @@ class LineMachine(RuleBasedStateMachine):
         assert self.line.tokens == sum(each.tokens for each in self.waiting)
         assert self.line.tokens <= 5000 or self.line.waiting == 1
         assert set(self.line.all_waiting()) == set(self.waiting)
-        assert self.line.tenants == len(
+        remembered = sum(len(each.tenants) for each in self.line._classes)
+        assert remembered == len(
             {(each.priority, each.tenant) for each in [*self.waiting, *self.running]}
         )
 

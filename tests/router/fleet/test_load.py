@@ -3,11 +3,11 @@ at the end."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.load import InFlight, LoadTracker, ReplicaLoad
+from tests.support.loads import statistics_of
 
 
 def test_a_request_counts_as_prefill_until_its_first_token_and_as_decode_until_its_end() -> None:
@@ -22,7 +22,7 @@ def test_a_request_counts_as_prefill_until_its_first_token_and_as_decode_until_i
     assert load.load_of("a") == ReplicaLoad(decoding_requests=1, context_tokens=1020)
     flight.ended()
     assert load.load_of("a") == ReplicaLoad()
-    assert load.statistics().replicas == {}
+    assert statistics_of(load).replicas == {}
 
 
 def test_a_retried_request_leaves_the_replica_that_failed() -> None:
@@ -34,7 +34,7 @@ def test_a_retried_request_leaves_the_replica_that_failed() -> None:
     assert load.load_of("b") == ReplicaLoad(prefilling_requests=1, prefill_tokens=900)
     assert flight.replica_id == "b"
     flight.ended()
-    statistics = load.statistics()
+    statistics = statistics_of(load)
     assert (statistics.replicas, statistics.in_flight, statistics.started, statistics.retried) == (
         {},
         0,
@@ -56,24 +56,9 @@ def test_every_step_may_be_repeated() -> None:
     flight.first_token()
     flight.generated(5)
     flight.retried("b", 10)
-    assert load.statistics().replicas == {}
-    assert load.statistics().in_flight == 0
-    assert load.statistics().retried == 0
-
-
-def test_an_exception_on_the_way_ends_the_request() -> None:
-    """A cancelled or crashed request must not stay in the books."""
-    load = LoadTracker()
-
-    def break_off() -> None:
-        with load.started("a", 300, 1000) as flight:
-            flight.first_token()
-            raise ConnectionResetError
-
-    with pytest.raises(ConnectionResetError):
-        break_off()
-    assert load.statistics().replicas == {}
-    assert load.statistics().in_flight == 0
+    assert statistics_of(load).replicas == {}
+    assert statistics_of(load).in_flight == 0
+    assert statistics_of(load).retried == 0
 
 
 def test_negative_predictions_count_as_nothing() -> None:
@@ -96,7 +81,7 @@ def test_requests_for_token_ids_count_while_they_run() -> None:
         with load.tokenizing("a"):
             assert load.load_of("a").tokenizing_requests == 2
     assert load.load_of("a") == ReplicaLoad()
-    assert load.statistics().replicas == {}
+    assert statistics_of(load).replicas == {}
 
 
 def test_each_rank_has_a_load_of_its_own_and_shares_what_has_none() -> None:
@@ -119,7 +104,7 @@ def test_each_rank_has_a_load_of_its_own_and_shares_what_has_none() -> None:
         ReplicaLoad(),
     ]
     assert load.loads_of_ranks("b", [3]) == [ReplicaLoad(prefilling_requests=1, prefill_tokens=100)]
-    assert sorted(load.statistics().replicas) == ["a", "b"]
+    assert sorted(statistics_of(load).replicas) == ["a", "b"]
     first.ended()
     second.ended()
     assert load.loads_of_ranks("a", [0, 1]) == [ReplicaLoad(), ReplicaLoad()]
@@ -168,7 +153,7 @@ def test_after_any_history_the_sums_return_to_exactly_zero(
                 str(replica_id),
                 int(str(count)),
             )
-        statistics = load.statistics()
+        statistics = statistics_of(load)
         assert (
             sum(replica.requests for replica in statistics.replicas.values())
             == statistics.in_flight
@@ -179,8 +164,8 @@ def test_after_any_history_the_sums_return_to_exactly_zero(
         )
     for flight in flights:
         flight.ended()
-    assert load.statistics().replicas == {}
-    assert load.statistics().in_flight == 0
+    assert statistics_of(load).replicas == {}
+    assert statistics_of(load).in_flight == 0
 
 
 @given(

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.origin import Header, Origin
 from router.config.schema import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.fleet.load import LoadTracker, ReplicaLoad
-from router.fleet.pace import QUIET_AFTER, Pace, Traffic
+from router.fleet.pace import QUIET_AFTER, Pace
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.watchers import Watchers
+from tests.support.loads import in_flight
 from tests.support.waiting import eventually
 
-NONE = Traffic(asked=0, in_flight=0)
+NONE = {"asked": 0, "in_flight": 0}
 LOADS = {
     "127.0.0.1": b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n",
     "127.0.0.2": b"vllm:num_requests_running 2\nvllm:num_requests_waiting 0\n",
@@ -38,13 +39,13 @@ def test_the_interval_grows_once_no_request_has_come_for_some() -> None:
     clock = Clock()
     pace = Pace(HealthConfig(interval_s=2, no_traffic_factor=4), clock)
     clock.now += 2 * QUIET_AFTER - 0.1
-    assert not pace.look(NONE)
+    assert not pace.look(**NONE)
     assert pace.interval_s == 2
     clock.now += 0.1
     assert pace.interval_s == 8
-    assert pace.look(Traffic(asked=1, in_flight=0)), "they come again"
+    assert pace.look(asked=1, in_flight=0), "they come again"
     assert pace.interval_s == 2
-    assert not pace.look(Traffic(asked=2, in_flight=0))
+    assert not pace.look(asked=2, in_flight=0)
 
 
 def test_a_request_under_way_is_traffic_however_long_it_runs() -> None:
@@ -53,7 +54,7 @@ def test_a_request_under_way_is_traffic_however_long_it_runs() -> None:
     pace = Pace(HealthConfig(interval_s=2), clock)
     for _ in range(100):
         clock.now += 2
-        assert not pace.look(Traffic(asked=1, in_flight=1))
+        assert not pace.look(asked=1, in_flight=1)
         assert pace.interval_s == 2
     clock.now += 2 * QUIET_AFTER
     assert pace.interval_s == 8
@@ -120,7 +121,7 @@ async def test_healthy_replicas_are_asked_less_often_until_a_request_comes() -> 
         await eventually(lambda: asked["127.0.0.1"] > well, "a request came")
         await eventually(lambda: watchers.pace.is_quiet, "nobody asks again")
         well = asked["127.0.0.1"]
-        with load.started("127.0.0.1:1", 10, 10):
+        with in_flight(load, "127.0.0.1:1", 10, 10):
             await eventually(lambda: asked["127.0.0.1"] >= well + 10, "one is under way")
     finally:
         await registry.close()

@@ -18,9 +18,9 @@ from async_timeout import timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.values import reachable
+from router.config.watch import HealthConfig
 from router.errors import (
     BadRequest,
     InvalidReplicaResponse,
@@ -41,7 +41,6 @@ from router.fleet.self_description import (
 )
 from router.fleet.types import (
     EventSource,
-    Health,
     ReplicaState,
     ServedModels,
 )
@@ -52,9 +51,9 @@ from router.policies import (
     RouteRequest,
     make_policy,
 )
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import UNREAD_RANK, RankQuestion
+from tests.support.loads import in_flight
 from tests.support.waiting import DEADLINE_S
 
 FAST = HealthConfig(
@@ -871,9 +870,9 @@ def test_a_replica_is_starting_until_it_is_healthy_or_has_failed_often_enough() 
         record.check_failed("x"),
         record.check_passed(),
     ] == [False] * 4
-    assert record.health is Health.STARTING
+    assert record.health is ReplicaState.STARTING
     assert record.check_passed() is True
-    assert record.health is Health.HEALTHY
+    assert record.health is ReplicaState.HEALTHY
 
 
 def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
@@ -889,7 +888,7 @@ def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
     assert record.request_failed("y"), "good checks in between do not hide failing requests"
     assert not record.request_failed("y")
     assert record.check_passed(), "and one check brings it back"
-    assert record.health is Health.HEALTHY
+    assert record.health is ReplicaState.HEALTHY
 
 
 # --- the operator ---------------------------------------------------------------------------------
@@ -923,7 +922,7 @@ async def test_a_replica_is_at_ease_while_it_serves_and_nothing_waits_there() ->
         assert not here.registry.is_at_ease("r")  # two requests wait in the engine
         engine.respond("/metrics", METRICS.replace(b'waiting{engine="0"} 2', b"waiting 0"))
         await until(lambda: here.registry.is_at_ease("r"))
-        with here.load.started("r", 1, 1):
+        with in_flight(here.load, "r", 1, 1):
             assert not here.registry.is_at_ease("r")
         for _ in range(4):
             here.registry.get("r").record.request_failed("closed")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
 from router.errors import (
     BadRequest,
     NoReplica,

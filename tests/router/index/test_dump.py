@@ -385,10 +385,10 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 9"),
-        (lambda whole: whole[:18] + b"\x00\x0a" + whole[20:], "version 10 must be 9"),
-        (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
-        (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
+        (lambda whole: whole[:16] + b"\x00\x00" + whole[18:], "version 0 must be 1"),
+        (lambda whole: whole[:16] + b"\x00\x0a" + whole[18:], "version 10 must be 1"),
+        (lambda _: b"", "0 bytes: it must start with 'kvroute snapshot'"),
+        (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute snapshot'"),
     ],
     ids=["something behind it", "an older version", "a newer version", "nothing", "another file"],
 )
@@ -404,5 +404,5 @@ def test_records_of_another_implementation_are_refused(filled: PrefixIndex) -> N
     record = b"\x81\xaeimplementation\xa5other"
     frame = struct.pack(">QI", len(record), zlib.crc32(record)) + record
     whole = dumped(filled)
-    expect_refused(filled, whole[:20] + frame + bytes(12), "not of this implementation")
-    expect_refused(filled, whole[:20] + bytes(12), "not of this implementation")
+    expect_refused(filled, whole[:18] + frame + bytes(12), "not of this implementation")
+    expect_refused(filled, whole[:18] + bytes(12), "not of this implementation")

@@ -29,7 +29,14 @@ from router.index.mirror_types import STEP, Prefilling
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
 from tests.support.blocks import FULL
-from tests.support.index import Coming, in_prefill, load_prices, match_source, token_columns
+from tests.support.index import (
+    Coming,
+    in_prefill,
+    load_prices,
+    match_source,
+    outlook,
+    token_columns,
+)
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 
@@ -153,10 +160,10 @@ def test_the_first_prompt_in_prefill_progresses(mirrored: Mirrored) -> None:
     mirrored.begin(list(range(4000)))
     mirrored.begin(list(range(9000, 13000)))
     mirrored.clock.now += 0.25
-    outlook = mirrored.mirror.outlook("m", R0)
-    assert outlook.progress_tokens == pytest.approx(2000, rel=0.05)
+    found = outlook(mirrored.mirror, "m", R0)
+    assert found.progress_tokens == pytest.approx(2000, rel=0.05)
     mirrored.clock.now += 5
-    assert mirrored.mirror.outlook("m", R0).progress_tokens == 4000 * ReferenceMirror.MAX_PROGRESS
+    assert outlook(mirrored.mirror, "m", R0).progress_tokens == 4000 * ReferenceMirror.MAX_PROGRESS
 
 
 def test_what_ends_twice_or_out_of_order_is_accounted_for_once(mirrored: Mirrored) -> None:
@@ -235,7 +242,7 @@ class Engine:
         _, hit, loads = found.get(R0, NO_HIT)
         (_,), _, (junction,) = token_columns(found, [R0])
         self.hits[name] = hit
-        self.mirror.outlook("m", R0, self.num_blocks)
+        outlook(self.mirror, "m", R0, self.num_blocks)
         self.visits[name] = self.mirror.begin(
             "m",
             self.index,
@@ -306,7 +313,7 @@ def test_the_oldest_content_is_what_the_engine_will_evict(preset: str, window: i
         engine.send(name, prompts[name], answer=4)
         engine.timeline.run()
         ends[name] = now = engine.timeline.now_s
-        age = engine.mirror.outlook("m", R0).eviction_age_s
+        age = outlook(engine.mirror, "m", R0).eviction_age_s
         if age is not None:
             evicting += 1
             oldest = now - engine.oldest_end(ends, prompts, 0)
@@ -326,12 +333,12 @@ def test_a_cache_that_evicts_what_comes_back_is_under_pressure(
         first = number % prompts * 1000
         engine.send(f"request-{number}", [*range(first, first + 800)], answer=4)
         engine.timeline.run()
-    pressure = engine.mirror.outlook("m", R0).reuse_probability
+    pressure = outlook(engine.mirror, "m", R0).reuse_probability
     assert pressure > 0.9 if under_pressure else pressure == 0
     for number in range(60, 160):
         engine.send(f"request-{number}", [*range(number * 1000, number * 1000 + 800)], answer=4)
         engine.timeline.run()
-    assert engine.mirror.outlook("m", R0).reuse_probability < 0.6
+    assert outlook(engine.mirror, "m", R0).reuse_probability < 0.6
 
 
 @pytest.mark.parametrize(("cpu_blocks", "dearest"), [(2000, 0.2), (0, 1.0)])
@@ -345,9 +352,9 @@ def test_what_a_tier_below_holds_is_brought_back_for_the_price_of_its_load(
         first = number % 10 * 10_000
         engine.send(f"request-{number}", [*range(first, first + 1200)], answer=4)
         engine.timeline.run()
-    outlook = engine.mirror.outlook("m", R0)
-    assert outlook.reuse_probability > 0.9
-    assert outlook.refill == 1.0 if dearest == 1.0 else 0.0 < outlook.refill < dearest
+    found = outlook(engine.mirror, "m", R0)
+    assert found.reuse_probability > 0.9
+    assert found.refill == 1.0 if dearest == 1.0 else 0.0 < found.refill < dearest
 
 
 def test_what_loading_takes_is_measured_where_a_prompt_is_alone() -> None:
@@ -373,7 +380,7 @@ def test_what_a_cache_was_given_lately_is_known_by_cache(mirrored: Mirrored) -> 
         mirrored.begin(IDS, R0, uncached=100).ended()
         if second % 10 == 0:
             mirrored.begin(IDS, R1, uncached=500).ended()
-    busy, idle = mirrored.mirror.outlook("m", R0), mirrored.mirror.outlook("m", R1)
+    busy, idle = outlook(mirrored.mirror, "m", R0), outlook(mirrored.mirror, "m", R1)
     assert busy.arrivals_per_s == pytest.approx(1.0, rel=0.1)
     assert busy.uncached_tokens_per_s == pytest.approx(100, rel=0.1)
     assert idle.arrivals_per_s == pytest.approx(0.1, rel=0.3)
@@ -495,7 +502,7 @@ class Full(Mirrored):
         announcement = announce(layout)
         self.index.apply(R0, EventBatch(0.0, (announcement,)))
         self.begin([0]).ended()
-        self.mirror.outlook("m", R0, capacity)
+        outlook(self.mirror, "m", R0, capacity)
 
     @staticmethod
     def hashes(ids: list[int]) -> list[BlockHash]:
@@ -545,13 +552,13 @@ def test_what_the_gpu_has_given_up_may_be_left_in_a_shared_store() -> None:
     cache = Full(KVCacheLayout.build([FULL]), capacity=64, stores=(bucket,))
     cache.serve(IDS)
     hashes = cache.hashes(IDS)
-    assert cache.mirror.outlook("m", R0, 64).refill == 1.0
+    assert outlook(cache.mirror, "m", R0, 64).refill == 1.0
     written = BlockStored(hashes, None, [], "STORAGE", 0)
     cache.index.apply(R0, EventBatch(0.0, [written, BlockRemoved(hashes, "GPU", 0)]))
     found = match_source(cache.index, cache.prompt([*IDS, 1]), R0)
     assert dict(found.by_tier) == {"bucket": 992}
     cache.serve(NEW[:320])
-    assert cache.mirror.outlook("m", R0, 64).refill < 1.0
+    assert outlook(cache.mirror, "m", R0, 64).refill < 1.0
 
 
 def test_what_those_ahead_evict_is_the_end_of_what_was_used_longest_ago() -> None:
@@ -632,13 +639,13 @@ def test_a_cache_that_was_emptied_in_part_evicts_nothing_before_it_is_full_again
     cache = Full(KVCacheLayout.build([FULL]), capacity=None)
     cache.serve(IDS)
     cache.serve(NEW[:500])
-    assert cache.mirror.outlook("m", R0).eviction_age_s is None, "it has removed nothing yet"
+    assert outlook(cache.mirror, "m", R0).eviction_age_s is None, "it has removed nothing yet"
     gone = [hash(tuple(IDS[:end])) & (1 << 63) - 1 for end in range(16, 1001, 16)]
     cache.index.apply(R0, EventBatch(0.0, [BlockRemoved(gone, "GPU", 0)]))
     cache.serve(NEW[1000:1032])
-    assert cache.mirror.outlook("m", R0).eviction_age_s is None, "62 blocks have become free"
+    assert outlook(cache.mirror, "m", R0).eviction_age_s is None, "62 blocks have become free"
     cache.serve(NEW[2000:2976])
-    assert cache.mirror.outlook("m", R0).eviction_age_s is not None
+    assert outlook(cache.mirror, "m", R0).eviction_age_s is not None
 
 
 def test_nothing_is_expected_of_a_prompt_ahead_that_shares_nothing(mirrored: Mirrored) -> None:
@@ -653,7 +660,7 @@ def test_a_cache_full_of_what_is_running_evicts_what_has_been_idle_for_no_time()
     running = cache.begin(IDS)
     cache.store(IDS)
     running.first_token()
-    assert cache.mirror.outlook("m", R0, 62).eviction_age_s == 0.0
+    assert outlook(cache.mirror, "m", R0, 62).eviction_age_s == 0.0
 
 
 def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> None:

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from router.plane.attempts import RetryLimits
 from router.plane.data_plane import DataPlane
 from router.plane.exchanges import PlaneExchange
-from router.plane.proxy_types import ProxySettings
 from router.plane.relays import PlaneProxy
 from router.plane.secured import Secured
 from tests.router.proxy_server import NOBODY_LISTENS, TIMEOUTS, NothingPrepared, plane_options
@@ -119,7 +119,7 @@ async def plane_server(threads: int = 1, **options: Any) -> AsyncIterator[Served
     served = Served()
     listener = NOBODY_LISTENS._replace(on_refusal=served.refusals.append)
     chosen = replace(plane_options(), **options)
-    proxy = PlaneProxy(ProxySettings(TIMEOUTS), lambda what: None)
+    proxy = PlaneProxy(TIMEOUTS, RetryLimits(), lambda what: None)
     plane = served.plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)

@@ -23,7 +23,6 @@ from router.plane.proxy_types import (
     Dialect,
     End,
     ProxyRequest,
-    ProxySettings,
 )
 from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
 from tests.router.raw_http import (
@@ -991,9 +990,3 @@ async def test_a_fault_at_the_end_of_a_request_keeps_no_client_waiting(
         assert await client.ask() == b"{}"
         await eventually(lambda: proxy.overs == [0, 1], "both have let go of what they held")
         assert "KeyError: 'bug'" in caplog.text
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    """A client cannot go back in time."""
-    with pytest.raises(ValueError, match="retry_after_s"):
-        ProxySettings(TIMEOUTS, retry_after_s=-1)

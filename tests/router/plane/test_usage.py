@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.plane.usage import MAX_KEPT_BYTES, ReportedUsage, UsageReader
+from router._core import UsageCapture
+from router.plane.usage import ReportedUsage, UsageReader
+from tests.oracle.usage import MAX_KEPT_BYTES
 
 CHAT_USAGE = {
     "prompt_tokens": 40,
@@ -186,12 +188,14 @@ def test_the_usage_behind_an_event_of_megabytes_is_found_in_the_tail() -> None:
 )
 def test_an_endless_line_is_kept_only_in_part(start: bytes) -> None:
     """A replica that never ends a line must not fill the router's memory."""
-    reader = UsageReader()
-    reader.feed(start)
+    capture = UsageCapture()
+    capture.feed(start)
     for _ in range(100):
-        reader.feed(b"x" * 50_000)
-    kept = sum(len(getattr(reader, name)) for name in ("_rest", "_first", "_last"))
-    assert kept <= 3 * MAX_KEPT_BYTES
+        capture.feed(b"x" * 50_000)
+    _, *kept = capture.finish()
+    assert len(kept[1]) + len(kept[2]) <= 3 * MAX_KEPT_BYTES
+    reader = UsageReader()
+    reader.take(*kept)
     assert reader.usage() == ReportedUsage()
 
 

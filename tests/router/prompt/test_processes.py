@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from router.errors import BadRequest
 from router.prompt import processes
 from router.prompt.body.requests import read_request
 from router.prompt.endpoints import Endpoint
-from router.prompt.errors import ProcessEndedError, RequestBodyError
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import ProcessEndedError
 from router.prompt.processes import PIECE_BYTES, LargeWork
 from tests.support.waiting import eventually
 
@@ -77,10 +77,8 @@ async def test_a_result_that_found_no_memory_is_not_taken_for_the_next_one(
 
 async def test_what_was_raised_is_raised_here(large_work: LargeWork) -> None:
     """With place and rule: the client reads them."""
-    with pytest.raises(RequestBodyError) as error:
-        await large_work.run(
-            read_request, b'{"prompt": [1, -1]}', Endpoint.COMPLETIONS, "json", PromptLimits()
-        )
+    with pytest.raises(BadRequest) as error:
+        await large_work.run(read_request, b'{"prompt": [1, -1]}', Endpoint.COMPLETIONS, "json")
     assert (error.value.place, error.value.found) == ("$.prompt[1]", "an integer out of range")
 
 

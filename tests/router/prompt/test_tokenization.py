@@ -21,10 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from router.errors import BadRequest
 from router.prompt.body.requests import parse_request
 from router.prompt.endpoints import Endpoint
-from router.prompt.errors import ReplicaAnswerError, RequestBodyError, UntokenizableError
-from router.prompt.limits import PromptLimits
+from router.prompt.errors import ReplicaAnswerError, UntokenizableError
+from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
 from router.prompt.processes import LargeWork
@@ -330,16 +331,14 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
         Response('{"tokens": [1, 2], "count": 3}'),
         Response("[" * 100_000),
         Response(b"\xff"),
-        Response(b" " * 100_000 + b'{"tokens": []}'),
+        Response(b" " * (13 * MAX_PROMPT_TOKENS) + b'{"tokens": []}'),
     ],
 )
 async def test_a_bad_answer_is_an_error_without_its_text(
     local: LocalTokenizer, answer: Response
 ) -> None:
     """A replica may be anything that listens on its port."""
-    remote = RemoteTokenizer(
-        _Replica(local, answer).fetch, limits=PromptLimits(max_prompt_tokens=100)
-    )
+    remote = RemoteTokenizer(_Replica(local, answer).fetch)
     with pytest.raises(ReplicaAnswerError) as error:
         await remote.tokenize(TextPrompt("text"), model=None, cache_salt=None)
     assert "secret" not in str(error.value)
@@ -361,9 +360,10 @@ async def test_a_replica_that_is_not_there_is_no_crash() -> None:
     assert result.reason == "replica_failed"
 
 
-async def test_more_ids_than_the_limit_are_not_taken_from_a_replica(replica: _Replica) -> None:
+async def test_more_ids_than_the_limit_are_not_taken_from_a_replica(local: LocalTokenizer) -> None:
     """The limit holds wherever ids come from."""
-    remote = RemoteTokenizer(replica.fetch, limits=PromptLimits(max_prompt_tokens=2))
+    answer = Response(json.dumps({"tokens": [1] * (MAX_PROMPT_TOKENS + 1)}))
+    remote = RemoteTokenizer(_Replica(local, answer).fetch)
     with pytest.raises(UntokenizableError, match="prompt_too_long"):
         await remote.tokenize(TextPrompt("the quick brown fox"), model=None, cache_salt=None)
 
@@ -587,7 +587,7 @@ def test_whatever_passes_the_parser_is_tokenised_or_said_to_be_unknown(
     fuzzed: dict[str, Tokenization], endpoint: Endpoint, body: object, form: str
 ) -> None:
     """An exception here would cost a request that an engine might have served."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         spec = _spec(endpoint, body)
         results = asyncio.run(fuzzed[form].tokenize(spec))
         assert len(results) == len(spec.prompts)

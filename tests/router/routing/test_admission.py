@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.errors import Overloaded, ShuttingDown
 from router.fleet.health import HealthRecord
 from router.fleet.replica import Replica

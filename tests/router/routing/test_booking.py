@@ -17,10 +17,10 @@ from router.index.mirror import Mirror
 from router.policies import Candidate, RouteRequest, make_policy
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Bookings
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner, prepare
+from router.routing.planner import Known, RoutePlanner, prepare
 from router.routing.question import Placement, RankQuestion
 from tests.support.index import AskedCaches, ended
+from tests.support.loads import statistics_of
 
 IDS = list(range(1, 1026))
 LATER_S = 60.0
@@ -52,7 +52,7 @@ class Booked:
 
     @property
     def under_way(self) -> Mapping[str, int]:
-        replicas = self.load.statistics().replicas
+        replicas = statistics_of(self.load).replicas
         return {name: load.requests for name, load in replicas.items() if load.requests}
 
 
@@ -83,7 +83,7 @@ def test_what_is_tried_again_is_booked_where_it_went_last_and_nowhere_else(booke
     booking.retried(booked.at(R1))
     assert booked.under_way == {"r1": 1}
     assert booking.placement.source == R1
-    assert (booked.load.statistics().started, booked.load.statistics().retried) == (1, 1)
+    assert (statistics_of(booked.load).started, statistics_of(booked.load).retried) == (1, 1)
     booking.first_token()
     assert booking.ended()
     assert ended(booked.mirror, R0) == []

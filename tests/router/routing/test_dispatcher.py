@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvevents.events import BlockStored, EventBatch
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.errors import (
     BadRequest,
     NoReplica,
@@ -26,13 +26,13 @@ from router.policies import make_policy
 from router.prompt.endpoints import Endpoint
 from router.prompt.processes import LargeWork
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.routing.terms import Terms
+from tests.support.loads import in_flight
 
 REPORT_MODE = (
     b'{"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}'
@@ -272,7 +272,7 @@ async def test_a_retry_does_not_go_to_a_replica_that_is_draining_or_full_by_now(
     first, second, third = [entry.candidate.replica_id for entry in decision.ranking]
     assert next(attempts).replica_id == first
     setting.registry.drain(second)
-    with setting.load.started(third, 3, 3):
+    with in_flight(setting.load, third, 3, 3):
         assert next(attempts, None) is None
 
 

@@ -31,8 +31,7 @@ from router.policies import (
 )
 from router.prompt.prompts import TokenizedPrompt
 from router.routing.booking import Booking, Bookings
-from router.routing.known import RECENT_STEP, Known
-from router.routing.planner import MAX_MATCHED_PROMPTS, RoutePlanner, prepare
+from router.routing.planner import MAX_MATCHED_PROMPTS, Known, RoutePlanner, prepare
 from router.routing.question import (
     ANY_RANK,
     UNREAD_RANK,
@@ -41,7 +40,8 @@ from router.routing.question import (
     RankQuestion,
     uncached_tokens,
 )
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
+from tests.support.loads import statistics_of
 
 IDS = list(range(1, 257))
 OTHER_IDS = list(range(5000, 5016))
@@ -193,8 +193,8 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     planning.store(R0, IDS)
     prompts = planning.prompts([*IDS, 0])
     silent = replica("silent", 0)
-    planner.note_streams(silent)
-    planner.note_streams(replica())
+    planner.fleets.note_streams(silent)
+    planner.fleets.note_streams(replica())
 
     def candidates() -> dict[str, Candidate]:
         question = planning.question(prompts, len(IDS) + 1)
@@ -221,7 +221,7 @@ def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning)
     planner.visits.forget("silent")
     assert candidates()["silent"].cached_tokens == 0
     silent.sources = (EventSource(0, "tcp://127.0.0.1:1"),)
-    planner.note_streams(silent)
+    planner.fleets.note_streams(silent)
     assert not candidates()["silent"].is_approximate
 
 
@@ -451,7 +451,7 @@ def test_the_queue_of_a_replica_is_that_of_the_rank(planning: Planning) -> None:
     assert (load.foreign_requests, load.waiting_requests) == (4, 2), "half, rounded up"
     for flight in (*flights, *unknown):
         flight.ended()
-    assert planning.load.statistics().replicas == {}
+    assert statistics_of(planning.load).replicas == {}
 
 
 def test_a_prompt_that_nothing_tells_apart_leaves_the_rank_to_the_engine(

@@ -20,11 +20,11 @@ from router.policies import (
     Standings,
     make_policy,
 )
-from router.routing.known import Known
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.question import RankQuestion
 from router.routing.recent_prefixes import RecentPrefixes
 from tests.router.routing.test_planner import IDS, Planning, replica
+from tests.support.loads import in_flight, statistics_of
 
 BUSIEST = "by its requests"
 
@@ -72,7 +72,7 @@ def test_a_plug_in_is_told_of_hits_and_load_and_says_who_comes_first(policy: Pol
     planning = planning_by(policy)
     planning.store(replica("r0").cache, IDS)
     prompts = planning.prompts([*IDS, 0])
-    with planning.load.started("r1", 70, 900):
+    with in_flight(planning.load, "r1", 70, 900):
         ranking = planning.rank(prompts, *(replica(f"r{number}") for number in range(3)))
         found = {each.candidate.replica_id: each.candidate for each in ranking}
     assert [each.candidate.replica_id for each in ranking] == ["r1", "r0", "r2"]
@@ -151,11 +151,11 @@ def test_a_plug_in_may_let_go_of_a_request_while_it_chooses_among_ranks() -> Non
     planning = planning_by(policy)
     policy.held.append(planning.load.started("r0", 10, 10, 1))
     assert planning.only([], replica(ranks=2)).replica_id == "r0"
-    assert planning.load.statistics().in_flight == 0
+    assert statistics_of(planning.load).in_flight == 0
 
 
 def test_a_plug_in_may_be_a_built_in_policy_that_is_made_otherwise() -> None:
     """Then the core decides alone."""
     planner = RoutePlanner(make_policy(LEAST_DELAY), Known(LoadTracker()))
-    assert not planner.ranker.asks_a_plug_in
-    assert RoutePlanner(Busiest(), Known(LoadTracker())).ranker.asks_a_plug_in
+    assert not planner.asks_a_plug_in
+    assert RoutePlanner(Busiest(), Known(LoadTracker())).asks_a_plug_in

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica

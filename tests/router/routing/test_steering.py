@@ -167,10 +167,10 @@ def test_tenants_are_bounded() -> None:
 def test_what_became_of_a_boundary_is_counted_when_it_is_asked_for_again() -> None:
     """Whether hints pay shows in what hits end there."""
     steering, document = Steering(), text(1000)
-    steering.look_up(keys_of(document), 0, 16)
+    steering.count_outcome(steering.named(keys_of(document)), 0, 16)
     hints(steering, document + text(100), [1000])
     keys = keys_of(document + text(100))
     for cached_tokens in (0, 976, 992, 1088):
-        steering.look_up(keys, cached_tokens, 16)
+        steering.count_outcome(steering.named(keys), cached_tokens, 16)
     found = steering.statistics()
     assert (found.lost, found.kept, found.hit, found.hit_tokens) == (2, 2, 1, 992)

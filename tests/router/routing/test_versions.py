@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.versions import VersionConfig, VersionedModelConfig
+from router.config.models import VersionConfig, VersionedModelConfig
 from router.routing.versions import Versions
 
 CHAT = VersionedModelConfig(

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
-from router.config.overload import OverloadConfig
+from router.config.routing import OverloadConfig
+from router.config.watch import HealthConfig
 from router.doors.terms_reader import TermsReader
-from router.fleet.engine_order import EngineOrder
+from router.fleet.entrance import EngineOrder
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.watchers import Watchers
 from router.policies import make_policy
 from router.prompt.processes import LargeWork
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.stored_responses import StoredResponses
 from router.serve.seams.prepare import Preparation
 from tests.support.model_files import write_byte_tokenizer

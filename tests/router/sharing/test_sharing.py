@@ -6,23 +6,26 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import pytest
 
 from router._core import Visit
-from router.config.health import HealthConfig
-from router.config.keys import ClientKeyConfig
 from router.config.origin import Header, Origin
 from router.config.replica import read_replica
+from router.config.server import ClientKeyConfig
+from router.config.watch import HealthConfig
 from router.errors import KeyLimitReached
 from router.fleet.engine_load import EngineLoad, EngineRankLoad
-from router.fleet.limits import KeyCounts, KeyLimits
+from router.fleet.limits import KeyLimits
 from router.fleet.load import LoadTracker, ReplicaLoad
 from router.fleet.quiet_moments import QuietMoments
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
+from router.fleet.types import KeyCounts
 from router.fleet.watchers import Watchers
 from router.index.base import SourceId
+from router.index.index import PrefixIndex
 from router.index.mirror import Mirror
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
@@ -32,6 +35,7 @@ from router.sharing.board import MOST_DELAY_S
 from router.sharing.exchange import Sharing
 from router.sharing.slots import Slot, decode_slot, encode_slot
 from tests.support.index import Coming, in_prefill
+from tests.support.loads import in_flight
 from tests.support.waiting import eventually
 
 IDS = array("I", range(1000))
@@ -53,7 +57,7 @@ class Party:
         self.registry = ReplicaRegistry(watchers, health, self.load, clock=lambda: self.now)
         self.registry.add(read_replica({"id": "r0", "url": "http://r0", "models": ["m"]}))
         self.quiet = QuietMoments(1.0)
-        self.models = ModelSet([], self._no_replica, key_secret=secret)
+        self.models = ModelSet([], self._no_replica, partial(PrefixIndex, secret=secret))
         self.models.discover("m")
         key = ClientKeyConfig(name="a", key="k", requests_per_minute=2)
         self.keys = KeyLimits([key])
@@ -146,7 +150,7 @@ async def test_requests_that_others_send_later_make_no_foreign_ones_theirs(
     replica = here.registry.get("r0")
     replica.take_engine_load(EngineLoad(4, 0, None), 0, here.now)
     here.now += MOST_DELAY_S + 0.01
-    with there.load.started("r0", 300, 1000):
+    with in_flight(there.load, "r0", 300, 1000):
         here.hear(there=there)
         assert foreign_at(replica) == (4, {})
 
@@ -173,7 +177,7 @@ async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, P
 async def test_the_load_of_one_that_is_gone_is_gone(parties: tuple[Party, Party]) -> None:
     """A worker that was killed never takes back what it said."""
     here, there = parties
-    with there.load.started("r0", 300, 1000):
+    with in_flight(there.load, "r0", 300, 1000):
         here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(1, 300)
     here.hear()

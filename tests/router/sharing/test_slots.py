@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.types import KeyCounts
 from router.sharing.slots import (
     MAX_BYTES,
     MAX_PREFIX_BYTES,
@@ -26,7 +27,7 @@ SLOT = Slot(
     prefixes=(PREFIX,),
     unhealthy=("b",),
     begun={"a": 3},
-    keys={"team": (3, 400, 1)},
+    keys={"team": KeyCounts(3, 400, 1)},
 )
 
 
@@ -52,7 +53,7 @@ def test_bytes_that_are_no_slot_are_refused_with_our_own_error(data: bytes) -> N
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a", None, -1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a" * 300, None, 1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, prefixes=(msgspec.structs.replace(PREFIX, keys=b"123"),)),
-        msgspec.structs.replace(SLOT, keys={"team": (-3, 400, 1)}),
+        msgspec.structs.replace(SLOT, keys={"team": KeyCounts(-3, 400, 1)}),
         msgspec.structs.replace(
             SLOT, prefixes=(msgspec.structs.replace(PREFIX, keys=b"8" * 8192),)
         ),

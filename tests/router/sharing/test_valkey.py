@@ -16,11 +16,11 @@ import redis.asyncio as redis
 import trustme
 import uvloop
 
+from router.config.sharing import BoardConfig
 from router.sharing.valkey import (
     EXPIRY_S,
     MOST_OFF_S,
     ClockDoubt,
-    Credentials,
     ValkeyBoard,
     connect,
 )
@@ -30,12 +30,8 @@ from tests.support.valkey_server import ValkeyServer
 from tests.support.waiting import DEADLINE_S, eventually
 
 
-def board(
-    server: ValkeyServer,
-    secret: bytes = b"secret",
-    password: str | None = None,
-) -> ValkeyBoard:
-    return connect(server.url, Credentials(None, password), "kvroute", secret)
+def board(server: ValkeyServer, secret: bytes = b"secret", **options: Any) -> ValkeyBoard:
+    return connect(BoardConfig(url=server.url, secret=secret.decode(), **options), secret)
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +95,7 @@ def test_a_connection_may_be_cut_at_any_moment(monkeypatch: pytest.MonkeyPatch) 
 
 def board_at(relay: CuttingRelay) -> ValkeyBoard:
     url = relay.endpoint.replace("tcp", "redis")
-    return connect(url, Credentials(None, None), "kvroute", b"secret")
+    return connect(BoardConfig(url=url, secret="secret"), b"secret")
 
 
 async def _finds_back_after_cuts(relay: CuttingRelay) -> None:
@@ -149,9 +145,9 @@ async def test_what_is_no_server_of_this_kind_may_answer_anything(
 
 async def test_what_is_not_sealed_with_the_secret_is_dropped() -> None:
     """Whoever reaches the server could make up load otherwise."""
-    with contextlib.closing(ValkeyServer(password="a password")) as server:
-        one = board(server, password="a password")
-        stranger = board(server, b"another", "a password")
+    with contextlib.closing(ValkeyServer(password="a-password")) as server:
+        one = board(server, password="a-password")
+        stranger = board(server, b"another", password="a-password")
         refused = board(server, password="wrong")
         async with running(one, stranger, refused):
             for each in (one, stranger, refused):
@@ -324,8 +320,8 @@ async def test_over_tls_only_the_right_server_is_spoken_to(tmp_path: Path) -> No
 
     def trusting(server: ValkeyServer, authority: Path | None, shows: bool = True) -> ValkeyBoard:
         files = (str(shown), str(key)) if shows else (None, None)
-        credentials = Credentials(None, None, authority and str(authority), *files)
-        return connect(server.url, credentials, "kvroute", b"secret")
+        ca = authority and str(authority)
+        return board(server, ca=ca, certificate=files[0], key=files[1])
 
     with contextlib.ExitStack() as stack:
         good, bad = (
@@ -356,11 +352,9 @@ async def test_a_user_with_few_rights_is_enough() -> None:
     with contextlib.closing(ValkeyServer(users=users)) as server:
 
         def known_as(name: str | None, password: str = "pass") -> ValkeyBoard:
-            credentials = Credentials(name, password)
-            return connect(server.url, credentials, "kvroute", b"secret")
+            return board(server, username=name, password=password)
 
-        one = known_as("router")
-        two = connect(server.url, Credentials("router", "pass"), "kvroute", b"secret")
+        one, two = known_as("router"), known_as("router")
         refused = [known_as("router", "another"), known_as("reader"), known_as(None)]
         async with running(one, two, *refused):
             one.publish(b"load of one")
@@ -376,8 +370,8 @@ async def test_it_ends_at_whatever_moment_it_is_told_to() -> None:
     for good."""
     with contextlib.closing(ValkeyServer(password="right")) as server:
         for turns in range(80):
-            board = connect(server.url, Credentials(None, "wrong"), "kvroute", b"secret")
-            running_task = asyncio.create_task(board.run(lambda: None))
+            refused = board(server, password="wrong")
+            running_task = asyncio.create_task(refused.run(lambda: None))
             for _ in range(turns):
                 await asyncio.sleep(0)
             running_task.cancel()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.config.observability import TracingConfig
 from router.config.schema import RouterConfig
+from router.config.server import TracingConfig
 from router.errors import ConfigError
 from router.serve.service import RouterService
 from router.telemetry.metrics import RouterMetrics

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.feed.feed import Feed
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry

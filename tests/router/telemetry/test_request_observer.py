@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import BlockStored, EventBatch
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
-from router.config.health import HealthConfig
 from router.config.models import ModelConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.feed.taps import Taps
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
@@ -29,9 +29,8 @@ from router.prompt.processes import LargeWork
 from router.routing.booking import Bookings
 from router.routing.decision import Decision
 from router.routing.dispatcher import Dispatcher
-from router.routing.known import Known
 from router.routing.models import ModelSet
-from router.routing.planner import RoutePlanner
+from router.routing.planner import Known, RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import RouterMetrics
@@ -45,6 +44,7 @@ from router.telemetry.self_repair import (
 )
 from router.telemetry.shortages import Shortages
 from tests.support.blocks import FULL, window
+from tests.support.loads import statistics_of
 
 IDS = list(range(1, 130))
 USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tokens": %d}}}'
@@ -175,7 +175,7 @@ async def test_what_is_expected_at_admission_is_logged_and_compared(observed: Ob
             found = observed.metrics.get_sample_value(name, {**labels, "outcome": outcome})
             assert found == count
     assert observed.mirror.statistics().keys == 2
-    assert observed.load.statistics().in_flight == 0
+    assert statistics_of(observed.load).in_flight == 0
 
 
 @pytest.mark.parametrize("observed", ["least_delay"], indirect=True)
@@ -222,7 +222,7 @@ async def test_a_request_counts_at_the_rank_that_gets_it(observed: Observed) -> 
     candidate = again.ranked("r0").candidate
     assert (candidate.dp_rank, candidate.recent_tokens) == (rank, 128)
     observer.on_end(End.COMPLETED, 200, 1.0)
-    assert observed.load.statistics().replicas == {}
+    assert statistics_of(observed.load).replicas == {}
 
 
 async def test_where_the_engine_chooses_the_rank_none_is_counted_on(observed: Observed) -> None:

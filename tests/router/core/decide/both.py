@@ -13,7 +13,7 @@ from router.index.mirror import Mirror
 from router.index.mirror_types import Prefilling
 from router.index.prompt import HashedPrompt
 from tests.oracle.mirror.mirror import ReferenceMirror
-from tests.support.index import Coming, ended, in_prefill, load_prices, reuse_probability
+from tests.support.index import Coming, ended, in_prefill, load_prices, outlook, reuse_probability
 
 
 def same(python: Any, native: Any) -> Any:
@@ -93,7 +93,8 @@ class BothMirrors:
         return self._same("statistics")
 
     def outlook(self, *arguments: Any) -> Any:
-        return self._same("outlook", *arguments)
+        native = outlook(self.native, *arguments)
+        return same(self.python.outlook(*arguments), native)
 
     def outlooks(
         self,
@@ -107,7 +108,7 @@ class BothMirrors:
         return same(
             python,
             [
-                self.native.outlook(model, source, capacity_of(number), now)
+                outlook(self.native, model, source, capacity_of(number), now)
                 for number, source in enumerate(sources)
             ],
         )

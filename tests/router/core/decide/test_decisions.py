@@ -34,10 +34,9 @@ from router.policies import (
     make_policy,
 )
 from router.prompt.prompts import TokenizedPrompt
-from router.routing.known import RECENT_STEP, Known
-from router.routing.planner import RoutePlanner, prepare
+from router.routing.planner import Known, RoutePlanner, prepare
 from router.routing.question import UNREAD_RANK, RankChoice, RankQuestion
-from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.recent_prefixes import RECENT_STEP, RecentPrefixes
 from tests.oracle.load import ReferenceLoad
 from tests.oracle.mirror.approximate import ReferenceEstimates
 from tests.oracle.mirror.mirror import ReferenceMirror
@@ -214,7 +213,7 @@ class Setting:
         self.in_core = self._planner(make_policy(policy, settings))
         self.plugged_in = self._planner(plug_in)
         for planner in (self.in_core, self.plugged_in):
-            planner.ranker.decider.give_lots([0.5], [0.5])
+            planner.decider.give_lots([0.5], [0.5])
         self._note_streams()
         if follows:
             self._send_before()
@@ -318,7 +317,7 @@ class Setting:
             self.estimates[0].silent = self.silent
         for replica in self.replicas:
             for planner in (self.in_core, self.plugged_in):
-                planner.note_streams(replica)
+                planner.fleets.note_streams(replica)
 
     def _send_before(self) -> None:
         """Let all caches have a past, and a present."""

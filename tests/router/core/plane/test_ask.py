@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from router.errors import BadRequest
 from router.prompt.body.requests import read_request
 from router.prompt.endpoints import Endpoint
-from router.prompt.errors import RequestBodyError
-from router.prompt.limits import PromptLimits
 from router.prompt.prompts import TokenPrompt
 
 NAMES = st.sampled_from(
@@ -59,7 +58,7 @@ def test_what_the_core_reads_is_what_the_parser_reads(body: bytes) -> None:
     found = import_module("router._core").read_ask(body)
     if found is None:
         return
-    spec, changed = read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits())
+    spec, changed = read_request(body, Endpoint.COMPLETIONS, "json")
     (prompt,) = spec.prompts
     assert isinstance(prompt, TokenPrompt)
     assert found == (spec.model, list(prompt.token_ids), spec.stream)
@@ -83,5 +82,5 @@ def test_a_refused_body_is_left_to_who_says_why() -> None:
     """A client needs place, value and rule."""
     body = b'{"model": "m", "prompt": [1, -1]}'
     assert import_module("router._core").read_ask(body) is None
-    with pytest.raises(RequestBodyError):
-        read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits())
+    with pytest.raises(BadRequest):
+        read_request(body, Endpoint.COMPLETIONS, "json")

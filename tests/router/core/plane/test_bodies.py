@@ -6,7 +6,7 @@ import select
 import socket
 from importlib import import_module
 
-from router.fleet.engine_order import OrderFacts
+from router.fleet.entrance import OrderFacts
 from router.policies.types import Weights
 from tests.router.core.plane.harness import DEADLINE_S, NAME, OPTIONS
 

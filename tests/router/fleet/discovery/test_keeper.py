@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.config.health import HealthConfig
 from router.config.replica import ReplicaConfig
+from router.config.watch import HealthConfig
 from router.fleet.discovery.keeper import CONFIGURATION, ReplicaKeeper
 from router.fleet.discovery.provider import ProviderListener
 from router.fleet.load import LoadTracker

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from router.prompt.body.priority import with_priority
+from router.prompt.body.owned_fields import with_priority
 from router.prompt.endpoints import Endpoint
 
 BODY = b' {"prompt": [1, 2],  "priority": -9, "priority":7 , "x": {"priority": 1}}'

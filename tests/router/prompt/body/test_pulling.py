@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from router.prompt.body.pulling import with_source
+from router.prompt.body.owned_fields import strip_hints, with_source
 from router.prompt.body.requests import read_request
-from router.prompt.body.retention import strip_hints
 from router.prompt.endpoints import Endpoint
-from router.prompt.limits import PromptLimits
 
 
 def test_the_peer_is_named_as_engines_read_it() -> None:
@@ -34,6 +32,6 @@ def test_a_client_does_not_say_where_an_engine_connects(name: str) -> None:
     """It could name any address of the engines' network."""
     source = '{"kv_request_id":"x","remote_host":"192.0.2.1","remote_port":22}'
     body = f'{{"prompt":"a","kv_transfer_params":{{"{name}":{source},"other":1}}}}'
-    _, sent = read_request(body.encode(), Endpoint.COMPLETIONS, "json", PromptLimits())
+    _, sent = read_request(body.encode(), Endpoint.COMPLETIONS, "json")
     assert sent is not None
     assert json.loads(sent) == {"prompt": "a", "kv_transfer_params": {"other": 1}}

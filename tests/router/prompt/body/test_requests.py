@@ -6,18 +6,26 @@ import json
 from array import array
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.prompt import pack_token_ids
+from router.errors import BadRequest
+from router.prompt.body import decoding
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import parse_request, read_model, read_request
 from router.prompt.endpoints import Endpoint
-from router.prompt.errors import RequestBodyError
-from router.prompt.limits import PromptLimits
+from router.prompt.limits import (
+    MAX_MESSAGES,
+    MAX_NESTING,
+    MAX_PROMPT_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_PROMPTS,
+    MAX_VALUES,
+)
 from router.prompt.prompts import (
     ChatPiece,
     ChatPrompt,
@@ -30,6 +38,7 @@ from router.prompt.token_ids import Truncation
 from tests.router.prompt.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
+_TOO_MANY = [1] * (MAX_VALUES + 1)
 
 
 def _parse(endpoint: Endpoint, body: object, **options: Any) -> PromptSpec:
@@ -38,15 +47,16 @@ def _parse(endpoint: Endpoint, body: object, **options: Any) -> PromptSpec:
 
 def _read(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec:
     """Both ways to read token ids, which must say the same."""
-    packed = _outcome(endpoint, body, pack=pack_token_ids, **options)
-    assert _outcome(endpoint, body, **options) == packed
+    packed = _outcome(endpoint, body, **options)
+    with mock.patch.object(decoding, "pack_token_ids", return_value=None):
+        assert _outcome(endpoint, body, **options) == packed
     return parse_request(endpoint, body, **options)
 
 
 def _outcome(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec | str:
     try:
         return parse_request(endpoint, body, **options)
-    except RequestBodyError as error:
+    except BadRequest as error:
         return str(error)
 
 
@@ -206,7 +216,7 @@ def test_token_ids_are_the_same_packed_by_the_compiled_index(form: Endpoint, tex
     general parser, down to the place in the message."""
     for name in ("prompt", "input", "token_ids"):
         body = f'{{"model": "m", "{name}": {text}, "user": "me"}}'.encode()
-        with suppress(RequestBodyError):
+        with suppress(BadRequest):
             _read(form, body)
 
 
@@ -238,7 +248,7 @@ LONG = "[" + "12345, " * 1000 + "1]"
 @pytest.mark.parametrize("form", [Endpoint.COMPLETIONS, Endpoint.ROUTE])
 def test_token_ids_that_are_read_before_all_else_are_the_same(form: Endpoint, body: str) -> None:
     """What stands in their place meanwhile must be taken for nothing that a client sent."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         _read(form, body.encode())
 
 
@@ -295,7 +305,7 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
     ids: object, place: str
 ) -> None:
     """The client must find the mistake; the log must not find the prompt."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.COMPLETIONS, {"prompt": ids})
     assert error.value.place == place
     assert "secret" not in str(error.value)
@@ -338,7 +348,7 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
 )
 def test_a_bad_chat_is_refused_with_its_place(body: object, place: str) -> None:
     """The same for every field that shapes the prompt."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.CHAT, body)
     assert error.value.place == place
     assert "secret" not in str(error.value)
@@ -354,11 +364,11 @@ def _nested(levels: int) -> Any:
 @pytest.mark.parametrize("field", ["messages", "tools", "documents", "chat_template_kwargs"])
 def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
     """Templates and JSON encoders go down as deep as a client digs."""
-    limits = PromptLimits(max_nesting=8)
-    deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": _nested(20)}
+    nested = _nested(MAX_NESTING + 12)
+    deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": nested}
     body = {"messages": [_USER], field: deep if field == "chat_template_kwargs" else [deep]}
-    with pytest.raises(RequestBodyError, match="nested too deep"):
-        _parse(Endpoint.CHAT, body, limits=limits)
+    with pytest.raises(BadRequest, match="nested too deep"):
+        _parse(Endpoint.CHAT, body)
 
 
 @pytest.mark.parametrize(
@@ -366,50 +376,55 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
     [
         {
             "messages": [
-                {"role": "user", "content": ["a"] * 50},
-                {"role": "user", "content": [{}] * 51},
+                {"role": "user", "content": ["a"] * (MAX_VALUES // 2)},
+                {"role": "user", "content": [{}] * (MAX_VALUES // 2 + 1)},
             ]
         },
         {
             "messages": [_USER],
-            "tools": [{"function": {"name": "f", "parameters": {"enum": [1] * 101}}}],
+            "tools": [{"function": {"name": "f", "parameters": {"enum": _TOO_MANY}}}],
         },
-        {"messages": [_USER], "chat_template_kwargs": {str(index): 1 for index in range(101)}},
+        {
+            "messages": [_USER],
+            "chat_template_kwargs": dict.fromkeys(map(str, range(MAX_VALUES + 1)), 1),
+        },
     ],
 )
 def test_values_are_bounded_wherever_they_hide(body: object) -> None:
     """A body of ten megabytes holds millions of them, and each costs time in the event loop."""
-    with pytest.raises(RequestBodyError, match="too many values"):
-        _parse(Endpoint.CHAT, body, limits=PromptLimits(max_values=100))
+    with pytest.raises(BadRequest, match="too many values"):
+        _parse(Endpoint.CHAT, body)
 
 
 def test_nesting_up_to_the_limit_is_taken() -> None:
     """The bound is where it is said to be."""
-    limits = PromptLimits(max_nesting=8)
-    for levels, is_taken in ((8, True), (9, False)):
+    for levels, is_taken in ((MAX_NESTING, True), (MAX_NESTING + 1, False)):
         body = {"messages": [{"role": "user", "content": "x", "deep": _nested(levels - 1)}]}
         if is_taken:
-            assert _parse(Endpoint.CHAT, body, limits=limits)
+            assert _parse(Endpoint.CHAT, body)
         else:
-            with pytest.raises(RequestBodyError):
-                _parse(Endpoint.CHAT, body, limits=limits)
+            with pytest.raises(BadRequest):
+                _parse(Endpoint.CHAT, body)
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "body", "limits"),
+    ("endpoint", "field", "unit", "most"),
     [
-        (Endpoint.CHAT, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
-        (Endpoint.COMPLETIONS, {"prompt": ["a"] * 3}, PromptLimits(max_prompts=2)),
-        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, PromptLimits(max_prompt_tokens=2)),
-        (Endpoint.COMPLETIONS, {"prompt": "aaa"}, PromptLimits(max_prompt_chars=2)),
-        (Endpoint.RESPONSES, {"input": [_USER] * 3}, PromptLimits(max_messages=2)),
-        (Endpoint.MESSAGES, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
+        (Endpoint.CHAT, "messages", [_USER], MAX_MESSAGES),
+        (Endpoint.COMPLETIONS, "prompt", ["a"], MAX_PROMPTS),
+        (Endpoint.COMPLETIONS, "prompt", [1], MAX_PROMPT_TOKENS),
+        (Endpoint.COMPLETIONS, "prompt", "a", MAX_PROMPT_CHARS),
+        (Endpoint.RESPONSES, "input", [_USER], MAX_MESSAGES),
+        (Endpoint.MESSAGES, "messages", [_USER], MAX_MESSAGES),
     ],
 )
-def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimits) -> None:
+def test_sizes_are_bounded(
+    endpoint: Endpoint, field: str, unit: list[Any] | str, most: int
+) -> None:
     """One request must not make the router hold or compute without end."""
-    with pytest.raises(RequestBodyError, match="at most 2"):
-        _parse(endpoint, body, limits=limits)
+    assert _parse(endpoint, {field: unit * most})
+    with pytest.raises(BadRequest, match=f"at most {most}"):
+        _parse(endpoint, {field: unit * (most + 1)})
 
 
 @pytest.mark.parametrize(
@@ -427,7 +442,7 @@ def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimit
 )
 def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -> None:
     """An empty body and half a character were both called truncated."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _read(Endpoint.COMPLETIONS, body)
     assert found in error.value.found
 
@@ -450,7 +465,7 @@ def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -
 )
 def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
     """Whatever the parser raises, a client sees one kind of error."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _read(Endpoint.CHAT, body)
     assert error.value.place == "$"
 
@@ -459,7 +474,7 @@ def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
 @given(endpoint=st.sampled_from(Endpoint), body=bodies())
 def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None:
     """Hostile input is normal: no other exception may come out."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         assert _parse(endpoint, body).prompts
 
 
@@ -467,7 +482,7 @@ def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None
 @given(st.binary(max_size=60))
 def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
     """`/route` takes msgpack, which can carry what JSON cannot."""
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
 
 
@@ -479,7 +494,7 @@ def test_msgpack_without_a_json_form_reaches_no_template(odd: object) -> None:
     body = msgspec.msgpack.encode(
         {"token_ids": 1, "endpoint": Endpoint.CHAT, "messages": [{"role": "user", "odd": odd}]}
     )
-    with suppress(RequestBodyError):
+    with suppress(BadRequest):
         (prompt,) = parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
         assert isinstance(prompt, ChatPrompt)
         assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(
@@ -509,7 +524,7 @@ def test_each_prompt_of_a_batch_may_have_a_salt_of_its_own(
 @pytest.mark.parametrize("salts", [["s"], ["s", 7], ["s", "t" * 1025], [], ["s", ["t"]]])
 def test_salts_that_fit_no_batch_are_refused(salts: list[Any]) -> None:
     """With the place; never with the salt."""
-    with pytest.raises(RequestBodyError, match=r"\$\.cache_salt") as caught:
+    with pytest.raises(BadRequest, match=r"\$\.cache_salt") as caught:
         _parse(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "cache_salt": salts})
     assert "'s'" not in str(caught.value)
 
@@ -517,7 +532,7 @@ def test_salts_that_fit_no_batch_are_refused(salts: list[Any]) -> None:
 def test_a_tenants_salt_goes_into_each_salt_of_a_batch() -> None:
     """As it is sent, so it is predicted."""
     body = json.dumps({"prompt": ["a", "b"], "cache_salt": ["s", "t"]}).encode()
-    spec, sent = read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits(), b"tenant")
+    spec, sent = read_request(body, Endpoint.COMPLETIONS, "json", b"tenant")
     assert sent is not None
     assert json.loads(sent)["cache_salt"] == [spec.salt_of(0), spec.salt_of(1)]
     assert spec.salt_of(0) not in ("s", spec.salt_of(1))
@@ -555,7 +570,7 @@ def test_route_takes_the_bodies_of_the_other_endpoints(body: object, form: Endpo
 )
 def test_route_refuses_what_it_cannot_place(body: object) -> None:
     """A guess would be answered with hits of a prompt that nobody sent."""
-    with pytest.raises(RequestBodyError) as error:
+    with pytest.raises(BadRequest) as error:
         _parse(Endpoint.ROUTE, body)
     assert "secret" not in str(error.value)
 
@@ -615,7 +630,7 @@ def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
 
 def test_an_input_without_items_is_named_as_what_it_is() -> None:
     """Clients of this endpoint know of no messages; instructions alone are a prompt."""
-    with pytest.raises(RequestBodyError, match=r"\$\.input: an empty list"):
+    with pytest.raises(BadRequest, match=r"\$\.input: an empty list"):
         _parse(Endpoint.RESPONSES, {"input": []})
     assert _parse(Endpoint.RESPONSES, {"input": [], "instructions": "x"}).prompts
 
@@ -628,7 +643,7 @@ def test_a_call_joins_those_of_the_message_before_it() -> None:
         (prompt,) = _parse(Endpoint.RESPONSES, {"input": items}).prompts
         assert [each["id"] for each in prompt.messages[1]["tool_calls"]] == ["c"]
     items[1] = {"role": "assistant", "tool_calls": "secret"}
-    with pytest.raises(RequestBodyError, match=r"tool_calls.*must be a list") as error:
+    with pytest.raises(BadRequest, match=r"tool_calls.*must be a list") as error:
         _parse(Endpoint.RESPONSES, {"input": items})
     assert "secret" not in str(error.value)
 
@@ -652,15 +667,14 @@ def test_each_conversation_of_a_batch_is_a_prompt_of_its_own() -> None:
         ([], "$.messages"),
         ([_USER], "$.messages[0]"),
         ([[_USER], []], "$.messages"),
-        ([[_USER]] * 9, "$.messages"),
+        ([[_USER]] * (MAX_PROMPTS + 1), "$.messages"),
     ],
 )
 def test_a_batch_that_is_none_is_refused(messages: Any, place: str) -> None:
     """A chat sent to the wrong path, and more conversations than a batch may hold."""
-    limits = PromptLimits(max_prompts=8)
     body = json.dumps({"messages": messages}).encode()
-    with pytest.raises(RequestBodyError) as error:
-        parse_request(Endpoint.CHAT_BATCH, body, limits=limits)
+    with pytest.raises(BadRequest) as error:
+        parse_request(Endpoint.CHAT_BATCH, body)
     assert error.value.place == place
 
 
@@ -699,7 +713,7 @@ def test_ids_are_certain_up_to_the_first_medium(extra: dict[str, Any], prompt: A
 def test_a_priority_above_64_bits_is_refused(endpoint: Endpoint | None, value: object) -> None:
     """vLLM up to 0.32 answers it with 500, which looks like a failing replica."""
     body = json.dumps({"prompt": "a", "input": "a", "priority": value}).encode()
-    with pytest.raises(RequestBodyError, match=r"\$\.priority: .*64 bits"):
+    with pytest.raises(BadRequest, match=r"\$\.priority: .*64 bits"):
         read_model(body) if endpoint is None else parse_request(endpoint, body)
 
 

@@ -6,12 +6,9 @@ import json
 
 import pytest
 
+from router.prompt.body.owned_fields import HintForm, strip_hints, with_hints
 from router.prompt.body.requests import read_request
-from router.prompt.body.retention import HintForm, strip_hints, with_hints
 from router.prompt.endpoints import Endpoint
-from router.prompt.limits import PromptLimits
-
-LIMITS = PromptLimits()
 
 
 @pytest.mark.parametrize(
@@ -58,13 +55,13 @@ def test_an_engine_that_reads_none_there_gets_none(form: HintForm) -> None:
 )
 def test_a_client_does_not_say_what_is_kept(body: str, expected: object) -> None:
     """It would drive out what others reuse; what it caches it names by `cache_control`."""
-    _, sent = read_request(body.encode(), Endpoint.COMPLETIONS, "json", LIMITS)
+    _, sent = read_request(body.encode(), Endpoint.COMPLETIONS, "json")
     assert (None if sent is None else json.loads(sent)) == expected
 
 
 def test_nor_where_arguments_are_nested() -> None:
     """vLLM hands them to the same place."""
     body = b'{"token_ids":[1],"sampling_params":{"extra_args":{"kvroute_keep":[1]},"n":1}}'
-    _, sent = read_request(body, Endpoint.GENERATE, "json", LIMITS)
+    _, sent = read_request(body, Endpoint.GENERATE, "json")
     assert sent is not None
     assert json.loads(sent)["sampling_params"] == {"extra_args": {}, "n": 1}

@@ -121,3 +121,10 @@ def test_members_are_put_in_and_taken_out_again(
     assert {**found, "params": 0} == {**fields, "params": 0}
     left = json.loads(without_members(sent, "params", ["new"]).decode("utf-8", "surrogatepass"))
     assert left["params"] == ((before or {}) if is_there else {})
+
+
+def test_a_name_that_is_not_utf_8_is_passed_over() -> None:
+    """Nothing reads it here, and the engine refuses it; it must not fail the router."""
+    body = b'{"\xff\\n": 1, "a": 2, "model": "x"}'
+    assert with_model(body, "y") == body.replace(b'"x"', b'"y"')
+    assert without_field(body, "a") == b'{"\xff\\n": 1,  "model": "x"}'

@@ -11,7 +11,7 @@ import pytest
 
 from router.prompt.body.requests import parse_request
 from router.prompt.chat.conversation import has_media, normalise
-from router.prompt.chat.renderer import ChatRenderer, ChatSettings
+from router.prompt.chat.renderer import ChatRenderer
 from router.prompt.endpoints import Endpoint
 from router.prompt.errors import UntokenizableError
 from router.prompt.model_files import ModelFiles
@@ -56,14 +56,14 @@ _CALL = {
 
 
 def _renderer(
-    template: str | dict[str, str], settings: ChatSettings | None = None, **files: Any
+    template: str | dict[str, str], chat_template: str | None = None, **files: Any
 ) -> ChatRenderer:
     templates = template if isinstance(template, dict) else {"default": template}
     now = lambda: datetime(2024, 7, 26, 12, 0)  # noqa: E731
     return ChatRenderer(
         ModelFiles(path="test", tokenizer_json=b"", chat_templates=templates, **files),
-        settings,
-        now=now,
+        chat_template,
+        now,
     )
 
 
@@ -221,16 +221,15 @@ def test_developer_messages_become_system_messages_where_a_template_knows_none()
 
 
 def test_special_tokens_and_arguments_are_variables() -> None:
-    """A request's arguments win over the server's defaults, and both over nothing."""
+    """A request's arguments, but for those that are the renderer's own."""
     template = "{{ bos_token }}{{ a }}{{ b }}{{ documents[0].title }}{{ strftime_now('%d %b %Y') }}"
     renderer = _renderer(
         template,
-        ChatSettings(default_arguments={"a": 1, "b": 2}),
         special_tokens={"bos_token": "<s>"},
     )
     body = {
         "messages": [_USER],
-        "chat_template_kwargs": {"b": 3, "messages": "x"},
+        "chat_template_kwargs": {"a": 1, "b": 3, "messages": "x"},
         "documents": [{"title": "t"}],
     }
     assert renderer.render(_prompt(Endpoint.CHAT, body)).text == "<s>13t26 Jul 2024"
@@ -250,9 +249,7 @@ def test_templates_are_chosen_by_name() -> None:
         "processor",
         "plain",
     )
-    overridden = _renderer(
-        {"default": "plain"}, ChatSettings(chat_template="server"), processor_template="processor"
-    )
+    overridden = _renderer({"default": "plain"}, "server", processor_template="processor")
     assert (overridden.render(plain).text, overridden.render(with_tools).text) == (
         "server",
         "server",

@@ -303,4 +303,3 @@ def test_the_form_of_content_is_seen_in_the_template(source: str, form: str) -> 
     """A wrong guess writes a list of objects into the prompt, or one letter per line."""
     assert content_form(Environment().parse(source)) == form
     assert ChatTemplate(source).form == form
-    assert ChatTemplate(source, form="openai").form == "openai"

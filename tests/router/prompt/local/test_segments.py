@@ -13,9 +13,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from router.prompt.local.backend import encode_all
 from router.prompt.local.segmenter import Segmenter
 from router.prompt.local.segments import (
-    TokenizerRules,
     choose_segmenter,
-    read_rules,
+    obstacle_in,
     segmenter_for,
     survives_self_test,
 )
@@ -89,7 +88,7 @@ def _whole(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False)
 @given(data=st.data())
 def test_pieces_have_the_ids_of_the_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """This equality is all that allows the cache to exist."""
-    segmenter, obstacle = choose_segmenter(tokenizer, read_rules(tokenizer.to_str().encode()))
+    segmenter, obstacle = choose_segmenter(tokenizer, obstacle_in(tokenizer.to_str().encode()))
     assert segmenter is not None, obstacle
     text = data.draw(_texts(tokenizer))
     pieces = segmenter.split(text)
@@ -249,8 +248,8 @@ def test_what_is_random_or_unknown_is_not_cut(change: dict[str, object], obstacl
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": {"type": "ByteLevel"},
     }
-    assert read_rules(json.dumps(file).encode()) == TokenizerRules(False, None)
-    assert read_rules(json.dumps({**file, **change}).encode()).obstacle == obstacle
+    assert obstacle_in(json.dumps(file).encode()) is None
+    assert obstacle_in(json.dumps({**file, **change}).encode()) == obstacle
 
 
 def test_special_tokens_that_are_split_as_text_forbid_cutting(
@@ -263,14 +262,14 @@ def test_special_tokens_that_are_split_as_text_forbid_cutting(
 
 def test_a_tokenizer_without_special_tokens_is_not_cut() -> None:
     """There is nothing to cut at."""
-    assert choose_segmenter(_byte_model(False), TokenizerRules(False, None)) == (None, "no_anchor")
+    assert choose_segmenter(_byte_model(False), None) == (None, "no_anchor")
 
 
 def test_the_self_test_catches_a_wrong_cut(tokenizer: Tokenizer) -> None:
     """Should a rule be wrong about a tokenizer that nobody has seen yet, the router must find out
     at load."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    right = choose_segmenter(tokenizer, TokenizerRules(False, None))[0]
+    right = choose_segmenter(tokenizer, None)[0]
     assert right is not None
     wrong = Segmenter([*right.anchors, "l"], [*added, "l"])
     assert survives_self_test(tokenizer, right, added)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, processors
 
 from router.prompt.errors import ModelFilesError, UntokenizableError
-from router.prompt.limits import PromptLimits
+from router.prompt.local.backend import encode_all
 from router.prompt.local.tokenizer import LocalTokenizer
 from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import TextPrompt
@@ -57,33 +57,50 @@ def chat_local(
     return local_of(build_tokenizer("qwen"), use_native=False)
 
 
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that the tokenizer runs over."""
+    seen: list[str] = []
+
+    def encode(backend: Tokenizer, texts: Sequence[str], **options: bool) -> list[TokenIds]:
+        seen.extend(texts)
+        return encode_all(backend, texts, **options)
+
+    monkeypatch.setattr("router.prompt.local.cache.encode_all", encode)
+    return seen
+
+
 def _conversation(turns: int) -> str:
     return "".join(f"<|im_start|>user\nquestion number {turn}<|im_end|>\n" for turn in range(turns))
 
 
-def test_the_next_turn_costs_only_its_new_part(chat_local: LocalTokenizer) -> None:
+def test_the_next_turn_costs_only_its_new_part(
+    chat_local: LocalTokenizer, encoded: list[str]
+) -> None:
     """The purpose of the cache: a conversation of any length is tokenised once."""
     header = "<|im_start|>assistant\n"
     _ids(chat_local, TextPrompt(_conversation(50) + header))
-    before = chat_local.statistics().encoded_chars
+    encoded.clear()
     new = _conversation(51).removeprefix(_conversation(50))
     _ids(chat_local, TextPrompt(_conversation(51) + header))
-    assert chat_local.statistics().encoded_chars - before == len(new.removesuffix("<|im_end|>\n"))
+    assert "".join(encoded) == new.removesuffix("<|im_end|>\n")
 
 
-def test_equal_segments_of_one_prompt_are_tokenised_once(chat_local: LocalTokenizer) -> None:
+def test_equal_segments_of_one_prompt_are_tokenised_once(
+    chat_local: LocalTokenizer, encoded: list[str]
+) -> None:
     """Turn markers repeat in every message."""
     _ids(chat_local, TextPrompt("<|im_end|>\n" * 1000))
-    assert chat_local.statistics().encoded_chars == len("<|im_end|>\n")
+    assert encoded == ["<|im_end|>\n"]
 
 
-def test_salts_do_not_share_segments(chat_local: LocalTokenizer) -> None:
+def test_salts_do_not_share_segments(chat_local: LocalTokenizer, encoded: list[str]) -> None:
     """A tenant must not learn from a faster answer what another tenant has sent."""
     prompt = TextPrompt("<|im_start|>a secret<|im_end|>")
     for salt in ("one", "two", None):
-        before = chat_local.statistics().encoded_chars
+        encoded.clear()
         _ids(chat_local, prompt, salt)
-        assert chat_local.statistics().encoded_chars > before
+        assert encoded
 
 
 def test_callers_can_change_what_they_got(chat_local: LocalTokenizer) -> None:
@@ -127,11 +144,12 @@ def test_a_million_tokens_are_tokenised(
 
 
 def test_more_tokens_than_the_limit_are_refused(
-    build_tokenizer: Callable[[str], Tokenizer],
+    build_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for more gets no ids, and nothing larger than the limit is handed on."""
+    monkeypatch.setattr("router.prompt.local.tokenizer.MAX_PROMPT_TOKENS", 3)
     files = ModelFiles(path="test", tokenizer_json=build_tokenizer("qwen").to_str().encode())
-    local = LocalTokenizer(files, limits=PromptLimits(max_prompt_tokens=3))
+    local = LocalTokenizer(files)
     assert len(_ids(local, TextPrompt("<think>" * 3))) == 3
     with pytest.raises(UntokenizableError, match="prompt_too_long"):
         _ids(local, TextPrompt("<think>" * 4))

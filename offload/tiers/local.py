@@ -1,14 +1,16 @@
-"""`cpu`: the tier in memory."""
+"""`cpu` and `fs`: the tiers in memory and on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from offload.base import OffloadingManager, OffloadingWorker
 from offload.cpu.manager import CPUOffloadingManager
+from offload.fs.manager import FileOffloadingManager
 from offload.tiers.base import OffloadingSpec, TierHost
 from offload.tiers.options import Count, TierOptions, read_options
 
@@ -56,3 +58,49 @@ class CPUOffloadingSpec(OffloadingSpec):
     @override
     def close(self) -> None:
         """Do nothing: nothing was opened."""
+
+
+class FileTierOptions(TierOptions, frozen=True, kw_only=True):
+    """Options of `fs`."""
+
+    directory: Path
+    max_bytes: Count = 1 << 30
+    """Limit for all block files together."""
+
+
+class FileOffloadingSpec(OffloadingSpec):
+    """The tier on disk."""
+
+    def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
+        """
+        Raises:
+            CacheConfigError: An option does not fit, or the directory is another cache's.
+        """
+        self._options = read_options(FileTierOptions, "fs", options)
+        self._host = host
+        sizes = self._options.sizes(host)
+        payload_bytes = [page * k for page, k in zip(host.page_bytes, sizes, strict=True)]
+        self._store, self._worker = host.backend.disk(
+            self._options.directory, payload_bytes, host.identity, sizes
+        )
+
+    @property
+    @override
+    def blocks_per_offloaded_block(self) -> Sequence[int]:
+        return self._options.sizes(self._host)
+
+    @override
+    def create_manager(self) -> OffloadingManager:
+        options = self._options
+        return options.filtered(
+            FileOffloadingManager(self._store, options.max_bytes, options.needs_events(self._host))
+        )
+
+    @override
+    def create_worker(self) -> OffloadingWorker:
+        return self._worker
+
+    @override
+    def close(self) -> None:
+        self._worker.shutdown()
+        self._store.close()

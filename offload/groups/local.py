@@ -1,4 +1,8 @@
-"""Sliding-window attention: a token looks at itself and `sliding_window - 1` tokens before it."""
+"""Local attention: a token looks only at those just before it.
+
+With a sliding window it looks at itself and `sliding_window - 1` tokens before it; with chunks
+(Llama 4), at those before it in its own chunk.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ class SlidingWindowManager(GroupManager):
 
     @override
     def max_held_blocks(self) -> int:
-        in_flight = self.sliding_window - 1 + self.settings.max_in_flight_tokens
-        tokens = min(in_flight, self.settings.max_model_len)
+        in_flight = self.sliding_window - 1 + self.config.max_in_flight_tokens
+        tokens = min(in_flight, self.config.max_model_len)
         return blocks_for(tokens, self.block_size) + 1  # the window may start inside a block
 
     @override
@@ -42,8 +46,8 @@ class SlidingWindowManager(GroupManager):
         With `interval` 32 every second end is kept, with 0 only the boundaries: a prompt of 38
         tokens, whose boundary 37 is rounded down to 32, keeps blocks 6 and 7.
         """
-        tail = self.group.window_blocks(int(self.settings.eagle))
-        step = self.settings.scheduler_block_size
+        tail = self.group.window_blocks(int(self.eagle))
+        step = self.config.scheduler_block_size
         interval = step if retention.interval is None else retention.interval
         period = interval // self.block_size
         if period and tail >= period:
@@ -53,7 +57,7 @@ class SlidingWindowManager(GroupManager):
         ]
         if retention.interval is not None:
             for boundary in retention.boundaries:
-                end = boundary // step * step // self.block_size + self.settings.eagle
+                end = boundary // step * step // self.block_size + self.eagle
                 for index in range(max(start, end - tail), min(stop, end)):
                     mask[index - start] = True
             if retention.kept_behind is not None:
@@ -63,5 +67,24 @@ class SlidingWindowManager(GroupManager):
 
     def _is_in_tail(self, index: int, period: int, tail: int) -> bool:
         # EAGLE's block is the first of the next period.
-        eagle = self.settings.eagle
+        eagle = self.eagle
         return index >= eagle and (index - eagle) % period >= period - tail
+
+
+class ChunkedLocalManager(GroupManager):
+    """A chunk's blocks are given back when the next chunk begins; a hit needs its own chunk's."""
+
+    @property
+    def attention_chunk_size(self) -> int:
+        """In tokens."""
+        assert self.group.attention_chunk_size is not None
+        return self.group.attention_chunk_size
+
+    @override
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    @override
+    def max_held_blocks(self) -> int:
+        in_flight = self.attention_chunk_size + self.config.max_in_flight_tokens
+        return blocks_for(min(in_flight, self.config.max_model_len), self.block_size)
