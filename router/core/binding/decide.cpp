@@ -125,6 +125,7 @@ public:
             recent_->match(keys, step, now, found);
         }
         std::vector<std::pair<CacheId, i64>> tokens;
+        tokens.reserve(found.size());
         for (const ComingAt& each : found) tokens.emplace_back(each.cache, each.coming.tokens);
         return tokens;
     }
@@ -255,15 +256,16 @@ public:
         }
         question.prompts = hashed;
         std::vector<std::vector<Computed>> by_prompt;
+        by_prompt.reserve(computed.size());
         for (const auto& each : computed) {
             by_prompt.push_back(computed_of(index->index.space(), each));
         }
         question.computed = by_prompt;
-        return rank(question, costs_of_ranks);
+        return rank(std::move(question), costs_of_ranks);
     }
 
 private:
-    std::unique_ptr<RankingHandle> rank(Question& question, const nb::object& costs_of_ranks) {
+    std::unique_ptr<RankingHandle> rank(Question question, const nb::object& costs_of_ranks) {
         std::unique_ptr<Scratch> scratch = taken();
         const bool is_long = std::any_of(
             question.prompts.begin(), question.prompts.end(),

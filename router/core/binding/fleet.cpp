@@ -99,6 +99,7 @@ Replica replica_of(Books& books, const std::shared_ptr<SharedIndex>& index, Repl
 FleetHandle make_fleet(Books& books, u64 version, std::shared_ptr<SharedIndex> index,
                        std::vector<ReplicaTuple> fields) {
     std::vector<Replica> replicas;
+    replicas.reserve(fields.size());
     for (ReplicaTuple& each : fields) {
         replicas.push_back(replica_of(books, index, std::move(each)));
     }

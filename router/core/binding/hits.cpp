@@ -2,8 +2,6 @@
 
 #include "binding/support.hpp"
 
-namespace nb = nanobind;
-
 namespace kvroute::binding {
 
 nb::object made_hit(const ResultTypes& types, const Hit& hit, const NamedShares& shares) {

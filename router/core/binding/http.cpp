@@ -10,7 +10,6 @@
 #include "http/body.hpp"
 #include "http/write.hpp"
 
-namespace nb = nanobind;
 using namespace kvroute::http;
 
 namespace kvroute::binding {

@@ -93,6 +93,7 @@ public:
     // dropped after all sources that share it.
     void share(u32 slot, std::vector<StoreTuple> stores) {
         std::vector<StoreHint> hints;
+        hints.reserve(stores.size());
         for (auto& [store, tiers, ownership] : stores) {
             hints.push_back({store, std::move(tiers), std::move(ownership)});
         }

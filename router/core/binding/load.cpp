@@ -103,6 +103,7 @@ std::vector<LoadTuple> loads_of_ranks(Books& books, const std::string& replica,
         if (load != nullptr) load->of_ranks(dp_ranks, loads);
     }
     std::vector<LoadTuple> found;
+    found.reserve(loads.size());
     for (const Load& each : loads) found.push_back(tuple_of(each));
     return found;
 }
@@ -125,6 +126,7 @@ std::vector<PlaceTuple> places(Books& books) {
 
 void take_others(Books& books, const std::vector<PlaceTuple>& loads) {
     std::vector<OthersLoad> others;
+    others.reserve(loads.size());
     for (const auto& [replica, dp_rank, load] : loads) {
         others.push_back({replica, dp_rank, load_of(load)});
     }
