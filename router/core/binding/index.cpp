@@ -558,7 +558,7 @@ void kvroute::binding::bind_index(nb::module_& module) {
 
     bind_prompt(module);
     bind_hits(module);
-    nb::class_<SharedIndex>(module, "SharedIndex");
+    nb::class_<SharedIndex>(module, "SharedIndex");  // NOLINT(bugprone-unused-raii): registers it
 
     nb::class_<Core>(module, "Core")
         .def(nb::init<u64, u64, const std::vector<u64>&, nb::object, nb::object>())

@@ -25,7 +25,6 @@
 namespace nb = nanobind;
 using namespace kvroute::plane;
 using kvroute::binding::bytes_of;
-using kvroute::binding::events_of;
 
 namespace {
 
@@ -285,8 +284,8 @@ nb::object with_field_of(nb::bytes body, const std::string& name, nb::bytes valu
 nb::tuple finished(UsageCapture& usage) {
     Ended ended;
     usage.finish(ended);
-    const nb::tuple found = nb::make_tuple(ended.events, ended.is_json, bytes_of(ended.usage),
-                                           bytes_of(ended.first_usage));
+    nb::tuple found = nb::make_tuple(ended.events, ended.is_json, bytes_of(ended.usage),
+                                     bytes_of(ended.first_usage));
     usage.reuse(std::move(ended));
     return found;
 }

@@ -9,8 +9,6 @@
 #include "index/events.hpp"
 #include "index/json_tokens.hpp"
 
-namespace nb = nanobind;
-
 namespace kvroute::binding {
 
 namespace {
@@ -125,7 +123,7 @@ void bind_prompt(nb::module_& module) {
             return nb::bytes(tokens.data(), tokens.size() * sizeof(u32));
         });
 
-    nb::class_<EngineHashes>(module, "EngineHashes");
+    nb::class_<EngineHashes>(module, "EngineHashes");  // NOLINT(bugprone-unused-raii): registers it
 
     module.def("pack_token_ids", &pack_token_ids);
     module.def("block_hashes", &block_hashes);
