@@ -81,7 +81,10 @@ class LiveStream:
         self._covered = 0
 
     def close(self) -> None:
+        """End the connection, and keep nothing of what waited."""
         self._stop_collecting()
+        self._backlog.clear()
+        self._backlog_bytes = 0
         self.connection.close()
 
     async def wait(self, timeout_s: float, take: Callable[[], None]) -> None:

@@ -1265,6 +1265,28 @@ async def test_bytes_that_wait_are_bounded_too(
     assert notebook.seqs == list(range(120))
 
 
+async def test_what_waited_is_not_kept_while_the_publisher_is_away(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """It may never come back, and 64 MiB may have waited; the next connection asks again."""
+    publisher.answer = lambda _publisher, _first: []
+    options = replace(QUICK, patience_s=60.0, replay=ReplayLimits(silence_s=0.2))
+    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+        await eventually(lambda: bool(publisher.requests), "a question")
+        publish(publisher, 20, "waits")
+        await eventually(lambda: len(_waiting_batches()) == 20, "a backlog")
+        publisher.close()
+        await eventually(
+            lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection"
+        )
+        await eventually(lambda: not _waiting_batches(), "no backlog")
+
+
+def _waiting_batches() -> list[Batch]:
+    batches = [each for each in gc.get_objects() if type(each) is Batch]
+    return [each for each in batches if each.payload.startswith(b"waits")]
+
+
 # --- coming and going -----------------------------------------------------------------------------
 
 
