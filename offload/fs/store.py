@@ -288,13 +288,13 @@ class BlockStore(BlockFiles):
 
     def _open(self, manifest: bytes) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        try:
+        found = None
+        with suppress(FileNotFoundError):
             found = (self.root / _MANIFEST).read_bytes()
-        except FileNotFoundError:
+        if found is None:
             self._refuse_foreign_files()
             self._write_manifest(manifest)
-            return
-        if found != manifest:
+        elif found != manifest:
             raise CacheConfigError(
                 f"disk tier {self.root}: {_MANIFEST} must be that of this layout and identity; "
                 "use another directory, or delete what is in this one"

@@ -289,8 +289,9 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
     with pytest.raises(
         CacheConfigError,
         match=r"holds 'thesis.tex' and no manifest.json; a new directory must be empty",
-    ):
+    ) as refused:
         BlockStore(tmp_path, [PAYLOAD])
+    assert refused.value.__context__ is None, "the traceback names no other error"
     assert (tmp_path / "thesis.tex").exists()
 
 
