@@ -18,7 +18,7 @@ from offload.request import PeerSource
 from offload.tiers import MadeTier, PeerTierSpec
 
 _IDLE_S = 0.001
-"""An idle step waits so long while copies are in flight."""
+"""The time that an idle step waits while copies are in flight."""
 
 
 @dataclass(frozen=True, slots=True)

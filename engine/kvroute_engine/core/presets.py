@@ -22,7 +22,7 @@ _PATTERNS: dict[str, tuple[LayerKind, ...]] = {
 @dataclass(frozen=True, slots=True)
 class _Size:
     repeats: int
-    """The pattern occurs so often."""
+    """The number of times that the pattern occurs."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int

@@ -45,7 +45,7 @@ class EngineRequest:
     """Separates the request's blocks from others'; the engine computes the same with or without."""
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    """It is for the lower tiers; of it the engine reads `kvroute`, see `RetentionHints`."""
+    """Passed to the lower tiers; the engine itself reads only `kvroute`, see `RetentionHints`."""
     priority: int = 0
     """Lower goes first, where the engine schedules by priority."""
     at_peer: PeerBlocks | None = None

@@ -42,5 +42,5 @@ class SequenceInProgress:
 
     @property
     def num_tokens_left(self) -> int:
-        """Return the tokens to compute before the next one can be chosen; 1 in decode."""
+        """Return how many tokens to compute before the next one can be chosen; 1 in decode."""
         return self.cache.num_tokens - self.cache.num_computed_tokens

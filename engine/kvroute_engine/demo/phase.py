@@ -49,7 +49,7 @@ class PhaseResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
-    """The tokens predicted to be cached, by completion, minus the tokens reported as cached."""
+    """For each completion, the tokens predicted to be cached minus those reported as cached."""
     exact_at_admission: int = 0
     """Completions for which the router foresaw what would be cached when the engine admits them, by
     the router's own count."""
@@ -71,7 +71,7 @@ class PhaseResult:
 
     @property
     def mispredicted(self) -> int:
-        """Return the completions whose cached tokens differ from the prediction."""
+        """Return how many completions had other cached tokens than predicted."""
         return sum(error != 0 for error in self.errors)
 
     @property

@@ -122,7 +122,7 @@ class _Api:
         self._serials = itertools.count()
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Coroutine[Any, Any, Response]]]]:
-        """Return the path, method, handler."""
+        """Return the path, the method and the handler of every route."""
         routes = [
             ("/v1/completions", "POST", self.complete),
             ("/v1/chat/completions", "POST", self.chat),

@@ -53,7 +53,7 @@ class CompletionBuilder:
 
     @property
     def usage(self) -> CompletionUsage:
-        """Return the tokens so far, over all choices."""
+        """Return the usage so far, over all choices."""
         return sum((choice.usage for choice in self._choices.values()), CompletionUsage())
 
     @property

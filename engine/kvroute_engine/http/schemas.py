@@ -64,7 +64,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """It is for the lower tiers."""
+    """Passed to the lower tiers."""
     priority: Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
     """Lower goes first; read where the engine schedules by priority."""
 

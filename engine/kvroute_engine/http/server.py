@@ -32,12 +32,12 @@ MAX_HEAD_BYTES = 64 * 1024
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.0005
-"""The engine's thread so often hands Python's global lock to the event loop.
+"""The time after which the engine's thread hands Python's global lock to the event loop.
 
 With the default of 5 ms every token reaches its client later.
 """
 _CUT_S = 5
-"""Requests may take so long to end after their connections were cut."""
+"""The time that requests have to end after their connections were cut."""
 _EXIT_FAILED = 1
 
 
@@ -49,7 +49,7 @@ class EngineServerConfig:
     port: int = 8000
     """0 lets the system choose."""
     grace_s: float = 30.0
-    """Requests in flight may run on for so long after the first signal, in seconds."""
+    """The time that requests in flight may run on after the first signal, in seconds."""
     log_level: str = "warning"
 
 
