@@ -16,6 +16,7 @@ from router.errors import (
     PromptTooLong,
     UnknownModel,
 )
+from router.fleet.gate import GateOptions
 from router.fleet.load import LoadTracker
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
@@ -274,6 +275,19 @@ async def test_a_retry_does_not_go_to_a_replica_that_is_draining_or_full_by_now(
     setting.registry.drain(second)
     with in_flight(setting.load, third, 3, 3):
         assert next(attempts, None) is None
+
+
+async def test_only_a_new_request_waits_for_room_at_a_busy_replica(setting: Setting) -> None:
+    """One that failed elsewhere has waited: only a limit of the replica itself keeps it away."""
+    setting.registry.gates = GateOptions(in_flight=1)
+    replica = setting.add("r0")
+    decision = await setting.dispatcher.dispatch(
+        Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
+    )
+    assert setting.dispatcher.have_room(decision)
+    with in_flight(setting.load, "r0", 3, 3):
+        assert not setting.dispatcher.have_room(decision)
+        assert decision.obstacle_of(replica, "") is None
 
 
 async def test_a_request_without_a_prompt_is_timed_and_routed_without_tokens(
