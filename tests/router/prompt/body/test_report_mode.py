@@ -42,6 +42,15 @@ def test_the_key_is_taken_out_however_it_is_spelled(name: bytes, arguments: byte
     assert json.loads(stripped) == {"prompt": "a", "vllm_xargs": {}}
 
 
+@pytest.mark.parametrize("spelled", ["{:04x}", "{:04X}"])
+@pytest.mark.parametrize("at", range(len(_KEY)))
+def test_any_letter_of_the_key_may_be_the_escaped_one(at: int, spelled: str) -> None:
+    """A single one hides the key from a search for its plain letters."""
+    name = f"{_KEY[:at]}\\u{spelled.format(ord(_KEY[at]))}{_KEY[at + 1 :]}"
+    stripped = _strip(f'{{"prompt": "a", "vllm_xargs": {{"{name}": "full"}}}}'.encode())
+    assert json.loads(stripped) == {"prompt": "a", "vllm_xargs": {}}
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
