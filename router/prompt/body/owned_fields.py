@@ -23,6 +23,7 @@ counts for all clients. What stands in `vllm_xargs` may stand in `sampling_param
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -44,8 +45,9 @@ _SOURCE = "remote_kv_source"
 _KVROUTE = "kvroute"
 _KEEP, _KEEP_END = "kvroute_keep", "kvroute_keep_end"
 _REPORT_MODE = "kv_cache_report_mode"
-_ESCAPE = b"\\u00"
-"""The beginning of an escaped letter of a name in a string."""
+_ESCAPE = re.compile(rb"\\u00(?:[67][0-9a-fA-F]|5[fF])")
+"""What could spell a letter of these names: a-z are U+0061 to U+007A, _ is U+005F. Text outside
+ASCII is escaped with other numbers, so bodies full of it are not searched."""
 
 
 class HintForm(Enum):
@@ -128,7 +130,7 @@ def strip_hints(body: bytes) -> bytes:
 
 def _may_name(body: bytes, *names: str) -> bool:
     """Return whether one of the names may be in the body, however it is spelled."""
-    return _ESCAPE in body or any(name.encode() in body for name in names)
+    return any(name.encode() in body for name in names) or _ESCAPE.search(body) is not None
 
 
 def _without_arguments(body: bytes, names: Sequence[str]) -> bytes:
