@@ -64,7 +64,7 @@ $(NATIVE): $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(RUNNABLE)) $(wildcard ro
 native: $(NATIVE)
 
 # The core by clang, where a warning ends the build as well, and what clang-tidy finds (.clang-tidy).
-TIDY_ROOMS ?= decide http index mirror tls
+TIDY_ROOMS ?= decide http index mirror plane tls binding
 tidy: $(INSTALLED)
 	$(BIN)/cmake -S router/core -B build/clang --log-level=WARNING -DCMAKE_CXX_COMPILER=clang++ -DKVROUTE_WERROR=ON \
 	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
