@@ -39,15 +39,8 @@ class End(Enum):
 
 
 class ProxyRequest(msgspec.Struct, frozen=True):
-    """A client's request whose body was read, and bounded, already."""
+    """What becomes of a client's request on its way to a replica; the core has the rest of it."""
 
-    method: bytes
-    """The method's name as on the wire."""
-    target: bytes
-    """Path and query as on the wire."""
-    headers: list[Header]
-    """The client's, in ASGI's form, names in lower case. Hop-by-hop headers, host and
-    content-length are replaced."""
     body: bytes
     """The bytes to send, which may differ from what the client sent."""
     response_headers: tuple[Header, ...] = ()
@@ -56,8 +49,6 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     """The form of errors."""
     added: tuple[Header, ...] = ()
     """The router's own headers, behind the client's."""
-    dropped: frozenset[bytes] = frozenset()
-    """The names of the client's headers that are not for replicas."""
     timeouts: Timeouts | None = None
     """Replace the proxy's own. A response that is not streamed has its first byte only when all of
     it was generated."""

@@ -207,7 +207,7 @@ class ProxyServer:
         return lambda exchange: Proxied(self, exchange)
 
     def start(self, exchange: PlaneExchange, body: bytes) -> PlaneRelay:
-        request = ProxyRequest(exchange.method.encode(), exchange.target, exchange.headers, body)
+        request = ProxyRequest(body)
         recorder = self.recorder_class()
         recorder.out_of_rotation = self.out_of_rotation
         recorder.at_ease = self.at_ease

@@ -39,6 +39,7 @@ class Forwarding:
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
         self.dropped = _dropped_headers(server, key_headers, owns_priority)
+        """The client's headers that are not for replicas, by name; the core drops them."""
         times = server.timeouts
         self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
 
@@ -53,14 +54,10 @@ class Forwarding:
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(
-            b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
-            exchange.target,
-            exchange.headers,
             decision.body,
             (own,),
             dialect_of(exchange.path),
             (*self._forwarded(exchange), own, *trace),
-            self.dropped,
             self._patient if is_whole else None,
         )
 
