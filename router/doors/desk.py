@@ -152,8 +152,7 @@ class Desk:
         terms = self._terms(ask)
         if ask.endpoint is None:
             return await self._decide_by_load(ask, terms)
-        found = self.dispatcher.dispatch_now(ask.endpoint, ask.body, terms)
-        return found if isinstance(found, Decision) else await found
+        return await self.dispatcher.dispatch(ask.endpoint, ask.body, terms)
 
     async def _decide_by_load(self, ask: Question, terms: Terms) -> Decision:
         dispatcher, usage = self.dispatcher, ask.caller.usage

@@ -316,9 +316,9 @@ class ExtProcServer:
 
 def _scores_of(decision: Decision) -> dict[str, float]:
     """Return blocks by address: the hit that all groups allow, without the last token."""
-    if decision.model is None or not decision.prompts:
+    if decision.asked.model is None or not decision.prompts:
         return {}
-    found = holdings(decision.model, decision.prompts[0])
+    found = holdings(decision.asked.model, decision.prompts[0])
     replicas = {**decision.prefillers, **decision.replicas}
     return {
         replicas[name].address: max(each.hit.cached_tokens for each in ranks) / _BLOCK_TOKENS

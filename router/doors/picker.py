@@ -195,7 +195,7 @@ class Pick:
         self._body.clear()
         reservation = await self._reserve(body)
         self._reservation, self.stage = reservation, Stage.SENT
-        sent = reservation.decision.body if reservation.attempt.body is None else None
+        sent = reservation.decision.asked.body if reservation.attempt.body is None else None
         sent = reservation.attempt.body if sent is None else sent
         assert sent is not None
         self._let_go_of_body()

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.
 BILLING_HEADER = "x-anthropic-billing-header"
+Encoding: TypeAlias = Literal["json", "msgpack"]
+"""The form of a body."""
 ContentForm: TypeAlias = Literal["string", "openai"]
 """The form in which a chat template reads a message's content: text, or parts."""
 

@@ -6,6 +6,7 @@ next:
     bytes             the body, as the client sent it
     Terms             what else is known of it                                routing
     PromptSpec        what the body asks to be computed                       prompt
+    Asked             these, with the model and the body to send              routing
     TokenizedPrompt   the token ids of one of its prompts                     prompt
     HashedPrompt      these, hashed                                           index
     Hit               what one source would reuse of a prompt                 index

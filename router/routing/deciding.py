@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from router.prompt.body.splicing import with_model
-from router.prompt.endpoints import Endpoint
+from router.prompt.endpoints import Encoding, Endpoint
 from router.routing.decision import Decision
 from router.routing.terms import NO_TERMS, Terms
 
@@ -19,16 +19,12 @@ class Deciding(Protocol):
         endpoint: Endpoint | None,
         body: bytes,
         terms: Terms = NO_TERMS,
-        encoding: Literal["json", "msgpack"] = "json",
+        encoding: Encoding = "json",
         *,
         needs_model: bool = True,
     ) -> Decision: ...
     def dispatch_now(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        terms: Terms = NO_TERMS,
-        encoding: Literal["json", "msgpack"] = "json",
+        self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS, encoding: Encoding = "json"
     ) -> Decision | Coroutine[Any, Any, Decision]: ...
     def dispatch_by_load(
         self,

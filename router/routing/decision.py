@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import msgspec
 
@@ -20,7 +19,6 @@ from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
 from router.prompt.body.owned_fields import HintForm, with_hints, with_priority, with_source
 from router.prompt.body.splicing import with_model
-from router.prompt.endpoints import FORMS
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
 from router.routing.model import Model
 from router.routing.question import Placement, RankQuestion, uncached_tokens
@@ -28,26 +26,46 @@ from router.routing.steering import NO_HINTS, ContinuationSign, Hints
 
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
-_NO_REPLICAS: Mapping[str, Replica] = MappingProxyType({})
 _BYTES_OF_A_TOKEN = 4
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """Holds a request's body and the model it names."""
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as far as each is read: its body and the model that it names."""
 
-    spec: PromptSpec
     body: bytes
-    """The bytes to send."""
-    model: Model
-    lora_name: str | None
-    session: str | None
-    dp_rank: int | None
-    named: str | None = None
-    """The model, as the client names it."""
-    target: str | None = None
-    """The version that was chosen, where that name stands for several."""
+    """The body to send: the client's, without the report mode and with the salt of its key."""
+    model: Model | None
+    """None for a request that names none, where any of several would do."""
+    spec: PromptSpec | None = None
+    """None for a request without a prompt to generate from, as `/tokenize`."""
+    session: str | None = None
+    dp_rank: int | None = None
     tenant: str = ""
     """The tenant of the request, where there may be several."""
+    named: str | None = None
+    """The model or adapter, as the client names it."""
+    target: str | None = None
+    """The version that was chosen, where that name stands for several."""
+    rename: Callable[[bytes, str], bytes] = with_model
+    """Puts another model's name into the body."""
+
+    def name_at(self, replica: Replica) -> str | None:
+        """Return the replica's name of the model; None if it is the client's."""
+        named, target = self.named, self.target
+        if not named or (target is None and replica.serves(named)):
+            return None
+        if target is not None and replica.serves(target):
+            return target
+        others = () if self.model is None else self.model.names
+        return next((name for name in others if name in replica.served.models), target)
+
+
+class Asked(ModelRequest, frozen=True, kw_only=True):
+    """A request with a prompt to generate from."""
+
+    model: Model
+    spec: PromptSpec
+    lora_name: str | None
     is_eligible: IsEligible | None = None
 
     def steer(self, keys: Sequence[int], prompt: TokenizedPrompt) -> Hints:
@@ -60,10 +78,7 @@ class Asked(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """A request's replicas, best first, with the reasons and all that is needed to send it."""
 
-    model: Model | None
-    """None for a request that names none, where any of several would do."""
-    spec: PromptSpec | None = None
-    """None for a request without a prompt to generate from, as `/tokenize`."""
+    asked: ModelRequest
     tokenized: Sequence[TokenizedPrompt] = ()
     question: RankQuestion
     """The question that replicas were ranked for; its prompts are the hashed ones of
@@ -80,25 +95,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Returns how much of the prompts will be cached when the engine admits the request."""
     obstacle_of: Callable[[Replica, str], str | None]
     """Returns why a replica cannot take a request of a tenant at this moment; None if it can."""
-    body: bytes
-    """The body to send: the client's, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
-    """From the parsed request to its token ids."""
+    """From the parsed request to its token ids; None without a prompt."""
     routing_s: float
     """From there to the ranking."""
-    asked: Asked | None = None
-    """The fields of the body, where there is a prompt to generate from."""
-    named: str | None = None
-    """The model or adapter, as the client names it."""
-    target: str | None = None
-    """The version that was chosen, where that name stands for several."""
-    rename: Callable[[bytes, str], bytes] = with_model
-    """Puts another model's name into the body."""
-    prefillers: Mapping[str, Replica] = _NO_REPLICAS
+    prefillers: Mapping[str, Replica]
     """Replicas that serve the model and only compute prompts for others; by id."""
-    choose_prefiller: Callable[[Candidate], Candidate | None] | None = None
-    """Returns the replica that computes the prompt for a candidate; None: itself. Missing where no
-    other can."""
+    prefiller_for: Callable[[Candidate], Candidate | None]
+    """Returns the replica that computes the prompt for a candidate; None: itself."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -119,14 +123,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return self.question.tenant
 
     @property
-    def has_report_mode(self) -> bool:
-        """Return whether the client's body asked for it."""
-        return self.spec is not None and self.spec.has_report_mode
-
-    @property
     def model_name(self) -> str:
         """The model's name for logs, metrics and messages."""
-        return self.model.name if self.model is not None else ANY_MODEL
+        return self.question.request.model
 
     @property
     def may_wait(self) -> bool:
@@ -136,9 +135,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int:
         """Prompt tokens; by the body's size where their ids are not known."""
-        if self.prompt_tokens or self.spec is None:
+        spec = self.asked.spec
+        if self.prompt_tokens or spec is None:
             return self.prompt_tokens
-        return self.spec.body_bytes // _BYTES_OF_A_TOKEN
+        return spec.body_bytes // _BYTES_OF_A_TOKEN
 
     @property
     def uncached_tokens(self) -> int:
@@ -152,7 +152,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Requests of a model that have the same lane can be served by the same replicas."""
         asked = self.asked
         where = "".join(f" not at {replica_id}" for replica_id in self.refused_at)
-        if asked is None or asked.spec.stored_response is not None:
+        if not isinstance(asked, Asked) or asked.spec.stored_response is not None:
             return where if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
         if asked.is_eligible is not None:
             where = f" among {' '.join(sorted(self.replicas))}{where}"
@@ -167,9 +167,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_comparable_at(self, candidate: Candidate) -> bool:
         """Return whether the engine's `cached_tokens` will count the same as the prediction."""
+        spec = self.asked.spec
         return (
-            self.spec is not None
-            and self.spec.choices == 1
+            spec is not None
+            and spec.choices == 1
             and len(self.tokenized) == 1
             and self.tokenized[0].exact
             and (self.reads_rank or not self.replicas[candidate.replica_id].has_ranks)
@@ -178,7 +179,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reads_rank(self) -> bool:
         """Return whether the engine is sure to read the data-parallel rank that it is asked for."""
-        return self.spec is not None and FORMS[self.spec.endpoint].reads_rank
+        return self.question.choice.is_read
 
     def certain_source_of(self, candidate: Candidate) -> SourceId | None:
         """The cache that the request will meet at *candidate*; None if the engine chooses."""
@@ -222,10 +223,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Prompt tokens that will be cached at *candidate* when the engine admits the request."""
         source, hit = self.source_of(candidate), candidate.cached_tokens
         return self.expects(self.question, source, hit)
-
-    def prefiller_for(self, candidate: Candidate) -> Candidate | None:
-        """The replica that computes the prompt for *candidate*; None: itself."""
-        return None if self.choose_prefiller is None else self.choose_prefiller(candidate)
 
     def prefilling(self, prefiller: Candidate) -> Replica:
         """The replica that was chosen to compute the prompt."""
@@ -276,9 +273,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def _steer(self, first: Candidate) -> Hints:
         """Return the hints for the prompt; called once, since steering records it."""
-        model, asked = self.model, self.asked
-        if model is None or asked is None or len(self.prompts) != 1:
+        asked = self.asked
+        if not isinstance(asked, Asked) or len(self.prompts) != 1:
             return NO_HINTS
+        model = asked.model
         form = hint_form(model, self.replicas[first.replica_id])
         if form is None or not form.is_read_at(asked.spec.endpoint):
             return NO_HINTS
@@ -298,17 +296,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
             if candidate.is_approximate:
                 reported = (*reported, (b"x-kv-hit-approximate", b"true"))
-        body, name = self.body, self._name_at(replica)
+        asked = self.asked
+        body, name = asked.body, asked.name_at(replica)
         if name is not None:
             reported = (*reported, (b"x-kv-model", name.encode()))
-            body = self.rename(body, name)
+            body = asked.rename(body, name)
         hinted = body if hints is NO_HINTS else self._with_hints(body, replica, hints)
         body, keep = hinted, hints.keep if hinted is not body else ()
         source = self.replicas.get(candidate.pull_from or "")
         if source is not None and source.peer_address is not None and not source.removed:
             body = with_source(body, *source.peer_address)
             headers = (*headers, (SOURCE_HEADER, source.address.encode("ascii")))
-        changed = None if body is self.body else body
+        changed = None if body is asked.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 
     def _prefilled(self, attempt: Attempt, candidate: Candidate) -> Attempt:
@@ -326,14 +325,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Attempt:
         """Return the attempt with the request's number, where the engine orders by it."""
         replica = self.replicas[candidate.replica_id]
-        order = replica.priority_order
-        if order is None or number_of is None or self.spec is None:
+        order, spec = replica.priority_order, self.asked.spec
+        if order is None or number_of is None or spec is None:
             return attempt
         number = number_of(max(self.tokens - self.expected_tokens(candidate), 0))
-        body = self.body if attempt.body is None else attempt.body
+        body = self.asked.body if attempt.body is None else attempt.body
         headers, changed = with_priority(
             body,
-            self.spec.endpoint,
+            spec.endpoint,
             number if order == "lower_first" else -number,
             reads_header=order == "lower_first" and not replica.is_of("sglang"),
         )
@@ -344,20 +343,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _with_hints(self, body: bytes, replica: Replica, hints: Hints) -> bytes:
-        form = None if self.model is None else hint_form(self.model, replica)
-        if form is None or self.spec is None:
+        asked = self.asked
+        if not isinstance(asked, Asked):
             return body
-        return with_hints(body, self.spec.endpoint, form, *hints)
-
-    def _name_at(self, replica: Replica) -> str | None:
-        """Return the replica's name of the model; None if it is the client's."""
-        named, target = self.named, self.target
-        if not named or (target is None and replica.serves(named)):
-            return None
-        if target is not None and replica.serves(target):
-            return target
-        others = () if self.model is None else self.model.names
-        return next((name for name in others if name in replica.served.models), target)
+        form = hint_form(asked.model, replica)
+        return body if form is None else with_hints(body, asked.spec.endpoint, form, *hints)
 
     def require_replica(self) -> None:
         """Refuse the request, with the reasons counted, if the ranking is empty.

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -16,15 +16,15 @@ from router.errors import NoReplica, Overloaded, UnknownModel
 from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.index.prompt import HashedPrompt
-from router.policies.types import RouteRequest
+from router.policies.types import Candidate, RouteRequest
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import read_model, read_request
 from router.prompt.body.splicing import with_model
-from router.prompt.endpoints import FORMS, Endpoint
+from router.prompt.endpoints import FORMS, Encoding, Endpoint
 from router.prompt.errors import ProcessEndedError
 from router.prompt.processes import LargeWork
 from router.prompt.prompts import ChatPrompt, PromptSpec, TokenizedPrompt
-from router.routing.decision import ANY_MODEL, Asked, Decision, hint_form
+from router.routing.decision import ANY_MODEL, Asked, Decision, ModelRequest, hint_form
 from router.routing.key_holders import ResponseOwner, TenantSalt
 from router.routing.lengths import check_length, common_length
 from router.routing.model import Model
@@ -47,6 +47,21 @@ MAX_NAMES_KNOWN = 1024
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""
+
+
+class _Tokens(NamedTuple):
+    """The token ids of a request's prompts."""
+
+    of_prompts: Sequence[TokenizedPrompt] = ()
+    seconds: float | None = None
+    """How long it took to make them; None without a prompt."""
+    known_at: float = 0.0
+    """By `time.perf_counter`."""
+
+    @staticmethod
+    def made_now(of_prompts: Sequence[TokenizedPrompt], began: float) -> _Tokens:
+        now = time.perf_counter()
+        return _Tokens(of_prompts, now - began, now)
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +97,7 @@ class Dispatcher:
         endpoint: Endpoint | None,
         body: bytes,
         terms: Terms = NO_TERMS,
-        encoding: Literal["json", "msgpack"] = "json",
+        encoding: Encoding = "json",
         *,
         needs_model: bool = True,
     ) -> Decision:
@@ -99,67 +114,58 @@ class Dispatcher:
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
-        if encoding == "json":
-            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
-            model, body = await self._model_in(body, terms.salt)
+            model, body = await self._model_in(_without_mark(body), terms.salt)
             return self.dispatch_by_load(model, body, terms, needs_model=needs_model)
-        if len(body) <= INLINE_BODY_BYTES:
-            return await self._decide_later(self.read(endpoint, body, terms, encoding))
-        spec, changed = await self._read_large(
-            read_request, body, endpoint, encoding, terms.secret, self.owns_priority
-        )
-        body = body if changed is None else changed
-        return await self._decide_later(self._asked(spec, body, terms))
+        found = self.dispatch_now(endpoint, body, terms, encoding)
+        return found if isinstance(found, Decision) else await found
 
     def dispatch_now(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        terms: Terms = NO_TERMS,
-        encoding: Literal["json", "msgpack"] = "json",
+        self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS, encoding: Encoding = "json"
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine. See `dispatch`."""
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
-            return self.dispatch(endpoint, body, terms, encoding)
+            return self._read_later(endpoint, body, terms, encoding)
         return self._decide_now(self.read(endpoint, body, terms, encoding))
 
     def read(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        terms: Terms = NO_TERMS,
-        encoding: Literal["json", "msgpack"] = "json",
+        self, endpoint: Endpoint, body: bytes, terms: Terms = NO_TERMS, encoding: Encoding = "json"
     ) -> Asked:
         """Return what a body asks for, without a decision.
 
         Raises:
             RequestError: As `dispatch`.
         """
-        if encoding == "json":
-            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
+        body = _without_mark(body, encoding)
         spec, changed = read_request(body, endpoint, encoding, terms.secret, self.owns_priority)
         return self._asked(spec, body if changed is None else changed, terms)
 
-    def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
-        spec, started = asked.spec, time.perf_counter()
-        if spec.stored_response is not None:
-            return self._decide_later(asked)
-        tokenized = self.models.tokenization_of(asked.model).tokenize_now(
-            spec, lora_name=asked.lora_name
+    async def _read_later(
+        self, endpoint: Endpoint, body: bytes, terms: Terms, encoding: Encoding
+    ) -> Decision:
+        body = _without_mark(body, encoding)
+        spec, changed = await self._read_large(
+            read_request, body, endpoint, encoding, terms.secret, self.owns_priority
         )
-        tokenized_at = time.perf_counter()
+        body = body if changed is None else changed
+        return await self._decide_later(self._asked(spec, body, terms))
+
+    def _decide_now(self, asked: Asked) -> Decision | Coroutine[Any, Any, Decision]:
+        if asked.spec.stored_response is not None:
+            return self._decide_later(asked)
+        started = time.perf_counter()
+        tokenized = self.models.tokenization_of(asked.model).tokenize_now(
+            asked.spec, lora_name=asked.lora_name
+        )
         if tokenized is None:
             return self._decide_later(asked)
-        looked_up = tokenized if spec.reads_cache else ()
+        tokens = _Tokens.made_now(tokenized, started)
+        looked_up = self._looked_up(asked, tokens)
         if _tokens_in(looked_up) > asked.model.index.inline_tokens:
-            return self._look_up_later(asked, tokenized, (started, tokenized_at))
-        replicas = self.serving(asked.model, asked.lora_name).able
-        check_length(spec.endpoint, tokenized, replicas.values(), spec.model)
+            return self._look_up_later(asked, tokens)
         prompts = prepare(asked.model.index, looked_up)
-        replicas = among(replicas, asked.is_eligible)
-        return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
+        return self._decide(asked, self._able(asked), tokens, prompts)
 
     def have_room(self, decision: Decision) -> bool:
         """Return whether one of the replicas that could serve a request has room for it now. A
@@ -169,21 +175,18 @@ class Dispatcher:
 
     def redecide(self, decision: Decision) -> Decision:
         """Rank the replicas again, by their present load."""
-        asked, replicas = decision.asked, self._replicas_of(decision)
-        if asked is None:
-            again = self._by_load(
-                decision.model, replicas, decision.body, decision.named, decision.tenant
-            )
-            return replace(again, target=decision.target, rename=decision.rename)
-        now = time.perf_counter()
-        times = now - (decision.tokenization_s or 0.0), now
-        return self._decide(asked, decision.tokenized, decision.prompts, replicas, times)
+        tokens = _Tokens(decision.tokenized, decision.tokenization_s, time.perf_counter())
+        replicas = self._replicas_of(decision)
+        return self._decide(decision.asked, replicas, tokens, decision.prompts)
 
     def _replicas_of(self, decision: Decision) -> Mapping[str, Replica]:
         """Who could serve a request now, whatever their state."""
         asked = decision.asked
-        if asked is None or asked.spec.stored_response is not None:
+        if not isinstance(asked, Asked) or asked.spec.stored_response is not None:
             return decision.replicas
+        return self._able(asked)
+
+    def _able(self, asked: Asked) -> Mapping[str, Replica]:
         return among(self.serving(asked.model, asked.lora_name).able, asked.is_eligible)
 
     def _reads_at_once(self, body: bytes) -> bool:
@@ -206,8 +209,18 @@ class Dispatcher:
             spec = spec.cut_to(
                 common_length(self.serving(model, lora_name).able.values(), spec.model)
             )
-        names = session, terms.dp_rank, named, target, terms.tenant
-        return Asked(spec, body, model, lora_name, *names, terms.is_eligible)
+        return Asked(
+            body=body,
+            model=model,
+            spec=spec,
+            session=session,
+            tenant=terms.tenant,
+            named=named,
+            target=target,
+            lora_name=lora_name,
+            dp_rank=terms.dp_rank,
+            is_eligible=terms.is_eligible,
+        )
 
     def _look_for_ends(self, model: Model, lora_name: str | None, spec: PromptSpec) -> None:
         """Look for the ends of messages from the first chat on of which a replica takes hints."""
@@ -247,58 +260,62 @@ class Dispatcher:
     async def _decide_later(self, asked: Asked) -> Decision:
         if asked.target is not None and asked.spec.stored_response is not None:
             asked = await self._at_holder(asked, asked.spec.stored_response)
-        spec, model = asked.spec, asked.model
         started = time.perf_counter()
-        tokenization = self.models.tokenization_of(model)
-        tokenized = await tokenization.tokenize(spec, lora_name=asked.lora_name)
-        return await self._look_up_later(asked, tokenized, (started, time.perf_counter()))
+        tokenization = self.models.tokenization_of(asked.model)
+        tokenized = await tokenization.tokenize(asked.spec, lora_name=asked.lora_name)
+        return await self._look_up_later(asked, _Tokens.made_now(tokenized, started))
 
-    async def _look_up_later(
-        self, asked: Asked, tokenized: Sequence[TokenizedPrompt], times: tuple[float, float]
-    ) -> Decision:
-        spec, model = asked.spec, asked.model
-        looked_up = tokenized if spec.reads_cache else ()
-        serving = self.serving(model, asked.lora_name).able.values()
-        check_length(spec.endpoint, tokenized, serving, spec.model)
-        prompts = await self._run(
-            lambda: prepare(model.index, looked_up),
-            _tokens_in(tokenized) <= model.index.inline_tokens,
-        )
-        replicas = self.serving(model, asked.lora_name).able
-        if spec.stored_response is not None:
-            replicas = await self._holder(spec.stored_response, replicas)
-        replicas = among(replicas, asked.is_eligible)
-        return self._decide(asked, tokenized, prompts, replicas, times)
+    async def _look_up_later(self, asked: Asked, tokens: _Tokens) -> Decision:
+        index, looked_up = asked.model.index, self._looked_up(asked, tokens)
+        if _tokens_in(looked_up) <= index.inline_tokens:
+            prompts = prepare(index, looked_up)
+        else:
+            async with self._large:
+                prompts = await asyncio.to_thread(prepare, index, looked_up)
+        able = self.serving(asked.model, asked.lora_name).able
+        if asked.spec.stored_response is not None:
+            able = await self._holder(asked.spec.stored_response, able)
+        return self._decide(asked, among(able, asked.is_eligible), tokens, prompts)
+
+    def _looked_up(self, asked: Asked, tokens: _Tokens) -> Sequence[TokenizedPrompt]:
+        """The prompts of a request that replicas may have cached.
+
+        Raises:
+            BadRequest: One is too long.
+        """
+        spec, able = asked.spec, self.serving(asked.model, asked.lora_name).able
+        check_length(spec.endpoint, tokens.of_prompts, able.values(), spec.model)
+        return tokens.of_prompts if spec.reads_cache else ()
 
     def _decide(
         self,
-        asked: Asked,
-        tokenized: Sequence[TokenizedPrompt],
-        prompts: Sequence[HashedPrompt],
+        asked: ModelRequest,
         replicas: Mapping[str, Replica],
-        times: tuple[float, float],
+        tokens: _Tokens | None = None,
+        prompts: Sequence[HashedPrompt] = (),
     ) -> Decision:
-        spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
-        form = FORMS[spec.endpoint]
-        question = RankQuestion(
-            RouteRequest(model=model.name, prompt_tokens=count, session=asked.session),
-            model.index,
-            prompts,
-            RankChoice(form.reads_rank, asked.dp_rank, form.may_pull),
-            asked.tenant,
-        )
+        tokens = tokens or _Tokens(known_at=time.perf_counter())
+        count, choice = _tokens_in(tokens.of_prompts), UNREAD_RANK
+        if asked.spec is not None:
+            form = FORMS[asked.spec.endpoint]
+            choice = RankChoice(form.reads_rank, asked.dp_rank, form.may_pull)
+        name, index = ANY_MODEL, None
+        if asked.model is not None:
+            name, index = asked.model.name, asked.model.index
+        request = RouteRequest(model=name, prompt_tokens=count, session=asked.session)
+        question = RankQuestion(request, index, prompts, choice, asked.tenant)
         ranking, excluded = self.planner.rank(question, replicas.values())
-        serving, choose_prefiller = self.serving(model, asked.lora_name), None
-        serving = serving._replace(
-            able=replicas, prefillers=among(serving.prefillers, asked.is_eligible)
-        )
-        if serving.may_split and self._prefill.allows(spec, prompts):
-            choose_prefiller = functools.partial(self._prefill.prefiller, question, serving)
-        started, tokenized_at = times
+        prefillers: Mapping[str, Replica] = {}
+        prefiller_for: Callable[[Candidate], Candidate | None] = _no_other
+        if isinstance(asked, Asked):
+            serving = self.serving(asked.model, asked.lora_name)
+            prefillers = among(serving.prefillers, asked.is_eligible)
+            if serving.may_split and self._prefill.allows(asked.spec, prompts):
+                serving = serving._replace(able=replicas, prefillers=prefillers)
+                prefiller_for = functools.partial(self._prefill.prefiller, question, serving)
         return Decision(
-            model=model,
-            spec=spec,
-            tokenized=tokenized,
+            asked=asked,
+            tokenized=tokens.of_prompts,
             question=question,
             policy=self.policy_name,
             ranking=ranking,
@@ -306,14 +323,10 @@ class Dispatcher:
             replicas=replicas,
             obstacle_of=self.planner.obstacle,
             expects=self.planner.visits.expected,
-            asked=asked,
-            named=asked.named,
-            target=asked.target,
-            body=asked.body,
-            tokenization_s=tokenized_at - started,
-            routing_s=time.perf_counter() - tokenized_at,
-            prefillers=serving.prefillers,
-            choose_prefiller=choose_prefiller,
+            tokenization_s=tokens.seconds,
+            routing_s=time.perf_counter() - tokens.known_at,
+            prefillers=prefillers,
+            prefiller_for=prefiller_for,
         )
 
     async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
@@ -352,15 +365,16 @@ class Dispatcher:
         if check_model is not None and (name or (is_of_any and body)):
             check_model(name or ANY_MODEL)
         if is_of_any:
-            replicas = among(self._all_replicas(), is_eligible)
-            return self._by_load(None, replicas, body, tenant=terms.tenant)
+            asked = ModelRequest(body=body, model=None, tenant=terms.tenant)
+            return self._decide(asked, among(self._all_replicas(), is_eligible))
         target = self.models.versions.choose(name, terms.headers, None, self._is_served)
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
-        serving = among(self.serving(model, lora_name).able, is_eligible)
-        decision = self._by_load(model, serving, body, name, terms.tenant)
-        return replace(decision, target=target, rename=rename) if name else decision
+        asked = ModelRequest(
+            body=body, model=model, tenant=terms.tenant, named=name, target=target, rename=rename
+        )
+        return self._decide(asked, among(self.serving(model, lora_name).able, is_eligible))
 
     async def dispatch_to_holder(
         self, response_id: str, body: bytes, terms: Terms = NO_TERMS
@@ -380,34 +394,7 @@ class Dispatcher:
         if terms.check_model is not None and served:
             terms.check_model(served[0])
         model = self.models.get(served[0]) if served else None
-        return self._by_load(model, replicas, body, tenant=terms.tenant)
-
-    def _by_load(
-        self,
-        model: Model | None,
-        replicas: Mapping[str, Replica],
-        body: bytes,
-        named: str | None = None,
-        tenant: str = "",
-    ) -> Decision:
-        started = time.perf_counter()
-        request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
-        index = None if model is None else model.index
-        question = RankQuestion(request, index, choice=UNREAD_RANK, tenant=tenant)
-        ranking, excluded = self.planner.rank(question, replicas.values())
-        return Decision(
-            model=model,
-            question=question,
-            policy=self.policy_name,
-            ranking=ranking,
-            excluded=excluded,
-            replicas=replicas,
-            obstacle_of=self.planner.obstacle,
-            expects=self.planner.visits.expected,
-            named=named,
-            body=body,
-            routing_s=time.perf_counter() - started,
-        )
+        return self._decide(ModelRequest(body=body, model=model, tenant=terms.tenant), replicas)
 
     async def _holder(
         self, response_id: str, replicas: Mapping[str, Replica]
@@ -458,12 +445,6 @@ class Dispatcher:
         except ProcessEndedError:
             raise Overloaded("had not enough memory or time to read this body") from None
 
-    async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
-        if is_small:
-            return job()
-        async with self._large:
-            return await asyncio.to_thread(job)
-
 
 def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:
     """The body to send, with an id for a new response that names its owner; what it continues must
@@ -473,6 +454,15 @@ def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:
     if spec.stored_response is not None:
         owner.check(spec.stored_response)
     return owner.name_response(body) if spec.endpoint is Endpoint.RESPONSES else body
+
+
+def _no_other(_chosen: Candidate) -> None:
+    """Name no other replica to compute the prompt."""
+
+
+def _without_mark(body: bytes, encoding: Encoding = "json") -> bytes:
+    """Return JSON without its byte-order mark, which engines skip as well."""
+    return body.removeprefix(codecs.BOM_UTF8) if encoding == "json" else body
 
 
 def _tokens_in(tokenized: Sequence[TokenizedPrompt]) -> int:

@@ -76,15 +76,16 @@ class RequestObservers:
             KeyLimitReached: The same, since replicas take nothing more of its tenant.
         """
         self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
-        if decision.target is not None:
-            self.metrics.versions.labels(decision.named or "", decision.target).inc()
+        if decision.asked.target is not None:
+            self.metrics.versions.labels(decision.asked.named or "", decision.asked.target).inc()
         request = routed(decision, path, request_id, trace_id)
         try:
             decision.require_replica()
         except (NoReplica, KeyLimitReached) as error:
             self.log.add_refused(request, error)
             raise
-        if decision.has_report_mode:
+        spec = decision.asked.spec
+        if spec is not None and spec.has_report_mode:
             self.metrics.report_modes.labels().inc()
         self.log.add(request)
         return RequestObserver(self, decision, request)
@@ -316,7 +317,7 @@ class RequestObserver(ProxyObserver):
     _responded: str | None = None
 
     def __post_init__(self) -> None:
-        spec = self.decision.spec
+        spec = self.decision.asked.spec
         if spec is not None and spec.endpoint is Endpoint.RESPONSES:
             self._response_id = ResponseIdReader()
 
@@ -538,7 +539,7 @@ def routed(decision: Decision, path: str, request_id: str, trace_id: str | None)
         path=path,
         model=decision.model_name,
         policy=decision.policy,
-        stream=decision.spec is not None and decision.spec.stream,
+        stream=decision.asked.spec is not None and decision.asked.spec.stream,
         prompt_tokens=decision.prompt_tokens,
         unknown=unknown,
         trace_id=trace_id,

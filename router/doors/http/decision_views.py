@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ from router.fleet.replica import Replica
 from router.index.base import GroupHit, Hit, SourceId
 from router.plane.attempts import Attempt
 from router.policies.types import Candidate, Ranked
+from router.prompt.endpoints import Encoding
 from router.routing.decision import Decision
 from router.routing.question import uncached_tokens
 
-Encoding: TypeAlias = Literal["json", "msgpack"]
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 _BLOCK_SIZE = 16
 _MEMORY_TIERS = ("CPU", "cpu")
@@ -100,7 +100,7 @@ def selection_view(
     best = decision.ranking[0] if attempt is None else decision.ranked(attempt.replica_id)
     candidate = best.candidate
     replica = decision.replicas[candidate.replica_id]
-    source, model = decision.source_of(candidate), decision.model
+    source, model = decision.source_of(candidate), decision.asked.model
     layout = None if model is None else model.index.announced(source)
     prefiller = decision.prefiller_for(candidate) if attempt is None else attempt.prefiller
     return SelectionView(
@@ -140,7 +140,7 @@ def _prefill_view(decision: Decision, prefiller: Candidate) -> PrefillView:
 
 
 def _group_hits(decision: Decision, source: SourceId) -> list[Sequence[GroupHit]]:
-    model = decision.model
+    model = decision.asked.model
     if model is None or not model.index.holds(source):
         return []
     return [model.index.explain(prompt, source) for prompt in decision.prompts]

@@ -50,11 +50,11 @@ class Forwarding:
         request_id: bytes,
         trace: Sequence[Header] = (),
     ) -> ProxyRequest:
-        own = (b"x-request-id", request_id)
+        own, spec = (b"x-request-id", request_id), decision.asked.spec
         # The first byte of a response that is not streamed comes with the last.
-        is_whole = decision.spec is not None and not decision.spec.stream
+        is_whole = spec is not None and not spec.stream
         return ProxyRequest(
-            decision.body,
+            decision.asked.body,
             (own,),
             dialect_of(exchange.path),
             (*self._forwarded(exchange), own, *trace),

@@ -314,11 +314,11 @@ def _body_fields(decision: Decision, sent: bytes | None, caller: Key) -> dict[st
     hints in it."""
     fields: dict[str, Any] = {}
     if sent is not None:
-        before = msgspec.json.decode(decision.body, type=dict[str, msgspec.Raw])
+        before = msgspec.json.decode(decision.asked.body, type=dict[str, msgspec.Raw])
         after = msgspec.json.decode(sent, type=dict[str, msgspec.Raw])
         fields = {name: value for name, value in after.items() if before.get(name) != value}
-    if caller.cache_salt is not None and decision.spec is not None:
-        fields["cache_salt"] = decision.spec.cache_salt
+    if caller.cache_salt is not None and decision.asked.spec is not None:
+        fields["cache_salt"] = decision.asked.spec.cache_salt
     return fields
 
 

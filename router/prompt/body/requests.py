@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
@@ -38,7 +38,7 @@ from router.prompt.body.owned_fields import (
 )
 from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_salt
 from router.prompt.body.splicing import without_field
-from router.prompt.endpoints import FORMS, Endpoint
+from router.prompt.endpoints import FORMS, Encoding, Endpoint
 from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
 from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
@@ -56,7 +56,7 @@ def parse_request(
     endpoint: Endpoint,
     body: bytes,
     *,
-    encoding: Literal["json", "msgpack"] = "json",
+    encoding: Encoding = "json",
 ) -> PromptSpec:
     """Read all that routing needs from a request body.
 
@@ -361,7 +361,7 @@ def _bad_token_id(values: list[Any], place: str) -> BadRequest:
 def read_request(
     body: bytes,
     endpoint: Endpoint,
-    encoding: Literal["json", "msgpack"],
+    encoding: Encoding,
     tenant_salt: bytes | None = None,
     drops_priority: bool = False,
 ) -> tuple[PromptSpec, bytes | None]:

@@ -128,8 +128,8 @@ async def test_what_engines_take_is_taken(
     """An empty name stands for the only model, and a byte order mark for nothing."""
     setting.add("r0")
     decision = await setting.dispatcher.dispatch(endpoint, body)
-    assert decision.model.name == "m"
-    assert decision.body == body.removeprefix(b"\xef\xbb\xbf")
+    assert decision.asked.model.name == "m"
+    assert decision.asked.body == body.removeprefix(b"\xef\xbb\xbf")
 
 
 async def test_a_rank_is_asked_for_where_it_matters(setting: Setting) -> None:
@@ -228,14 +228,13 @@ async def test_the_report_mode_is_taken_out_of_what_is_sent_and_of_nothing_else(
 ) -> None:
     """It would spoil the engine's events; `/route` sends nothing, so nothing is taken out."""
     setting.add("r0")
-    sent = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, REPORT_MODE)
-    assert (sent.has_report_mode, b"report_mode" in sent.body, b'"a"' in sent.body) == (
-        True,
-        False,
-        True,
-    )
-    asked = await setting.dispatcher.dispatch(Endpoint.ROUTE, REPORT_MODE)
-    assert (asked.has_report_mode, asked.body) == (False, REPORT_MODE)
+    sent = (await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, REPORT_MODE)).asked
+    assert sent.spec is not None
+    assert sent.spec.has_report_mode
+    assert (b"report_mode" in sent.body, b'"a"' in sent.body) == (False, True)
+    asked = (await setting.dispatcher.dispatch(Endpoint.ROUTE, REPORT_MODE)).asked
+    assert asked.spec is not None
+    assert (asked.spec.has_report_mode, asked.body) == (False, REPORT_MODE)
 
 
 async def test_each_attempt_goes_by_how_the_replicas_are_when_it_is_made(setting: Setting) -> None:
@@ -297,10 +296,10 @@ async def test_a_request_without_a_prompt_is_timed_and_routed_without_tokens(
     setting.add("r0")
     body = b'{"model": "a", "prompt": "text"}'
     decision = await setting.dispatcher.dispatch(None, body)
-    assert (decision.spec, decision.tokenization_s) == (None, None)
+    assert (decision.asked.spec, decision.tokenization_s) == (None, None)
     assert not decision.is_comparable_at(decision.ranked("r0").candidate)
     assert 0 < decision.routing_s < 60
-    assert (decision.model.name, decision.body) == ("m", body)
+    assert (decision.asked.model.name, decision.asked.body) == ("m", body)
 
 
 async def test_a_session_is_named_by_the_header_or_else_by_the_body(setting: Setting) -> None:
@@ -336,7 +335,7 @@ async def test_a_request_about_a_stored_response_is_of_the_model_that_its_holder
     decision = await setting.dispatcher.dispatch_to_holder("resp_1", b"")
     assert (list(decision.replicas), decision.model_name) == (["r1"], "m")
     unknown = await setting.dispatcher.dispatch_to_holder("resp_2", b"")
-    assert (list(unknown.replicas), unknown.model) == (["r0", "r1"], None)
+    assert (list(unknown.replicas), unknown.asked.model) == (["r0", "r1"], None)
 
 
 async def test_where_one_model_is_served_a_request_without_a_model_is_for_it(
@@ -345,7 +344,7 @@ async def test_where_one_model_is_served_a_request_without_a_model_is_for_it(
     """Only among several is there nothing to go by."""
     setting.add("r0")
     decision = setting.dispatcher.dispatch_by_load(None, b"", needs_model=False)
-    assert decision.model is not None
+    assert decision.asked.model is not None
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])

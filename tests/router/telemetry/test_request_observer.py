@@ -200,9 +200,9 @@ async def test_what_an_engine_is_told_to_keep_is_counted_on(
     """Of a window it keeps the end of a prompt by itself, not where others will part from it."""
     observed.add("r0")
     decision, observer = await observed.observe()
-    assert decision.model is not None
+    assert decision.asked.model is not None
     layout = announce(KVCacheLayout.build([FULL, window(64)]))
-    decision.model.index.apply(SourceId("r0"), EventBatch(0.0, (layout,)))
+    decision.asked.model.index.apply(SourceId("r0"), EventBatch(0.0, (layout,)))
     (attempt,) = decision.attempts()
     observer.on_attempt(replace(attempt, keep=keep))
     assert await observed.recent([*IDS[:70], *range(900, 960)]) == {"r0": found}
