@@ -118,11 +118,6 @@ class _CoreObserver:
         show = self.observers.show
         self.request = show(self.number, self.settled, RESERVE_PATH, self.policy)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """The tokens of its only prompt."""
-        return self.settled.tokens[0]
-
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
         self.booking.first_byte()
         self.settled = self.settled._replace(first_byte_s=seconds)

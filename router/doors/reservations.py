@@ -19,8 +19,9 @@ from router.errors import Overloaded, ReservationExists, UnknownReservation
 from router.fleet.entrance import Entrance
 from router.fleet.line import Waiter
 from router.plane.attempts import Attempt, Failure
-from router.plane.proxy_types import End
+from router.plane.proxy_types import End, ResponseObserver
 from router.routing.admission import Admission
+from router.telemetry.request_log import RoutedRequest
 
 if TYPE_CHECKING:
     from router._core import Place
@@ -104,29 +105,11 @@ class Claim:
             place.give_back()
 
 
-class ReservationObserver(Protocol):
-    """Receives the events of a reservation; see `ProxyObserver`."""
+class ReservationObserver(ResponseObserver, Protocol):
+    """Receives the same of a request that its gateway sends."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Over all prompts, as far as they are known."""
-        raise NotImplementedError
-
-    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        """The replica failed; return whether it is out of rotation."""
-        raise NotImplementedError
-
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
-        """The first token is there, so many seconds after it was reserved."""
-
-    def on_events(self, count: int) -> None:
-        """About so many more tokens have come."""
-
-    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """The engine has reported its tokens."""
-
-    def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        """The reservation has ended."""
+    request: RoutedRequest
+    """As the log shows it."""
 
     def response_tokens(self) -> int | None:
         """The generated tokens; None without a response."""

@@ -54,13 +54,56 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     it was generated."""
 
 
-class ProxyObserver(Protocol):
-    """Receives what happens to one request, on the event loop: it must not block.
+class ResponseObserver(Protocol):
+    """Receives what becomes of a request that was sent, on the event loop: it must not block.
 
-    For each attempt `on_attempt` and, if the replica fails, `on_failure`; `on_first_byte` at most
-    once, and what is known of the body as it passes. `on_end` comes last, exactly once, in every
-    case.
+    `on_first_byte` comes at most once, and what is known of the body as it passes. `on_end` comes
+    last, exactly once, in every case.
     """
+
+    __slots__ = ()
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        """The candidate failed. If the failure is in `RETRIED`, another attempt may follow.
+
+        Returns:
+            Whether the replica is out of rotation by now, so that all that was sent there has to
+            move: such an attempt takes nothing from the budget of retries.
+        """
+        raise NotImplementedError
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        """The first byte of the response's body is here, or the end of an empty one.
+
+        Args:
+            attempt: The candidate whose response is passed on.
+            seconds: Since the call of `PlaneProxy.start`, or since it was reserved.
+        """
+
+    def on_events(self, count: int) -> None:
+        """So many more events of a stream have passed, each about one token."""
+
+    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
+        """Take the body's reports, before `on_end`.
+
+        Args:
+            is_json: Whether it is one JSON body; else it is a stream of events.
+            last: The tail of the body, or the last event with a usage.
+            first: The first such event, where it is another one.
+        """
+
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        """The request has ended.
+
+        Args:
+            status: Sent to the client; None if it left before there was one.
+            seconds: As for `on_first_byte`.
+        """
+
+
+class ProxyObserver(ResponseObserver, Protocol):
+    """Receives what happens to one request that the router sends: `on_attempt` for each attempt
+    and, if the replica fails, `on_failure`."""
 
     __slots__ = ()
 
@@ -71,15 +114,6 @@ class ProxyObserver(Protocol):
 
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
-
-    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
-        """The candidate failed. If the failure is in `RETRIED`, another attempt may follow.
-
-        Returns:
-            Whether the replica is out of rotation by now, so that all that was sent there has to
-            move: such an attempt takes nothing from the budget of retries.
-        """
-        raise NotImplementedError
 
     def is_at_ease(self, attempt: Attempt) -> bool:
         """Return whether the candidate serves its requests and has room for this one too: then a
@@ -99,36 +133,8 @@ class ProxyObserver(Protocol):
     def on_unretried(self, reason: Unretried) -> None:
         """There was another candidate, but the request is not tried again."""
 
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
-        """The first byte of the response's body is here, or the end of an empty one.
-
-        Args:
-            attempt: The candidate whose response is passed on.
-            seconds: Since the call of `PlaneProxy.start`.
-        """
-
     wants_beginning: bool = False
     """True if it wants the beginning of the body."""
 
-    def on_events(self, count: int) -> None:
-        """So many more events of a stream have passed."""
-
     def on_beginning(self, data: bytes) -> None:
         """A part of the beginning of the body has passed."""
-
-    def on_usage(self, is_json: bool, last: bytes, first: bytes) -> None:
-        """Take the body's reports, before `on_end`.
-
-        Args:
-            is_json: Whether it is one JSON body; else it is a stream of events.
-            last: The tail of the body, or the last event with a usage.
-            first: The first such event, where it is another one.
-        """
-
-    def on_end(self, end: End, status: int | None, seconds: float) -> None:
-        """The request has ended.
-
-        Args:
-            status: Sent to the client; None if it left before there was one.
-            seconds: Since the call of `PlaneProxy.start`.
-        """

@@ -327,11 +327,6 @@ class RequestObserver(ProxyObserver):
             self._trace, self.exemplar = trace, trace.trace_id
             trace.request, trace.usage = self.request, self.usage
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Over all prompts, as far as they are known."""
-        return self.decision.prompt_tokens
-
     @override
     def on_tried(self, failed: FailedFirst) -> tuple[Failure, bool]:
         found = self._of_all.kind_of(failed)

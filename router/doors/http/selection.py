@@ -327,7 +327,7 @@ def report_usage(reservation: Reservation, report: OutputReport) -> None:
     usage = report.usage
     if usage is None and report.cached_tokens is not None:
         usage = EngineUsage(
-            prompt_tokens=reservation.observer.prompt_tokens,
+            prompt_tokens=reservation.observer.request.prompt_tokens,
             prompt_tokens_details={"cached_tokens": report.cached_tokens},
         )
     if usage is not None:
