@@ -73,6 +73,9 @@ class RequestTrace:
     status: int | None = None
     error: str | None = None
     _next_id: str = ""
+    """The span of the next attempt."""
+    _tokenised: Step | None = None
+    """In Python, for the compiled data plane; a step once that has tried a replica."""
 
     @property
     def state(self) -> tuple[Header, ...]:
@@ -147,15 +150,7 @@ class RequestTrace:
             self.status, self.ended = status, at or time.perf_counter_ns()
             self._sink(self)
 
-
-@dataclass(slots=True, eq=False)
-class PlacedTrace:
-    """The trace of a request that the compiled data plane serves, which reports attempts when they
-    are over."""
-
-    trace: RequestTrace
-    _span_id: str = field(default_factory=lambda: random_id(16))
-    _tokenised: Step | None = None
+    # --- where the compiled data plane sends it, which reports attempts when they are over --------
 
     def placed(self, tokenization_s: float) -> tuple[Header, ...]:
         """Record that its token ids are known and it is about to be sent.
@@ -165,42 +160,42 @@ class PlacedTrace:
         """
         now = time.perf_counter_ns()
         self._tokenised = Step("tokenise", now - _ns(tokenization_s), now)
-        return (TRACEPARENT, self.trace.parent(self._span_id)), *self.trace.state
+        self._next_id = random_id(16)
+        return (TRACEPARENT, self.parent(self._next_id)), *self.state
 
-    def failed(self, attempt: Attempt, failure: str) -> None:
+    def failed_in_core(self, attempt: Attempt, failure: str) -> None:
         """Record an attempt that a replica did not serve."""
         now = time.perf_counter_ns()
-        began = now if self._tokenised is None else self._tokenised.ended
-        made = self._attempt(attempt, began)
+        made = self._attempt(attempt, now if self._tokenised is None else self._tokenised.ended)
         made.failure, made.ended = failure, now
 
-    def served(self, attempt: Attempt | None, settled: Settled, request: RoutedRequest) -> None:
+    def settled(self, attempt: Attempt | None, settled: Settled, request: RoutedRequest) -> None:
         """It is over.
 
         Args:
             attempt: The last; None if it is not known any more.
         """
-        if not self.trace.is_sampled:
+        if not self.is_sampled:
             return
         began = _ns(settled.began_at)
         ended = began + _ns(settled.seconds)
-        self.trace.steps.append(Step("route", began - _ns(settled.routing_s), began))
+        self.steps.append(Step("route", began - _ns(settled.routing_s), began))
         if attempt is not None:
             made = self._attempt(attempt, began)
             made.failure, made.ended = settled.failure, ended
             made.predicted_tokens = request.cached_tokens
             if settled.first_byte_s:
                 made.first_byte = began + _ns(settled.first_byte_s)
-        self.trace.request, self.trace.usage = request, settled.usage_reader
-        self.trace.end(request.status, ended)
+        self.request, self.usage = request, settled.usage_reader
+        self.end(request.status, ended)
 
     def _attempt(self, attempt: Attempt, began: int) -> TracedAttempt:
         """Return one more attempt, which has the next id."""
-        if not self.trace.attempts_made and self._tokenised is not None:
-            self.trace.steps.insert(0, self._tokenised)
-        made = TracedAttempt(attempt, self._span_id, began)
-        self.trace.attempts_made.append(made)
-        self._span_id = random_id(16)
+        if not self.attempts_made and self._tokenised is not None:
+            self.steps.insert(0, self._tokenised)
+        made = TracedAttempt(attempt, self._next_id, began)
+        self.attempts_made.append(made)
+        self._next_id = random_id(16)
         return made
 
 

@@ -56,7 +56,7 @@ from router.routing.key_holders import TenantSalt
 from router.routing.terms import NO_HEADERS, Terms
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_observer import RequestObserver, RequestObservers
-from router.telemetry.spans import PlacedTrace, RequestTrace, Tracer
+from router.telemetry.spans import RequestTrace, Tracer
 from router.telemetry.trace_context import TRACEPARENT, TraceContext, read_context
 
 logger = logging.getLogger(__name__)
@@ -158,17 +158,12 @@ class Begun:
     """True if its prompt's tokens are counted there."""
     context: TraceContext | None = None
     """The client's trace context."""
-    placed: PlacedTrace | None = None
+    trace: RequestTrace | None = None
     """Its trace, where the router has its own spans."""
     key: Key = ANONYMOUS
     """The client's."""
     version: tuple[str, str] | None = None
     """The client's name of the model, and the version that was chosen."""
-
-    @property
-    def trace(self) -> RequestTrace | None:
-        """The trace of `placed`."""
-        return None if self.placed is None else self.placed.trace
 
     @property
     def trace_id(self) -> str | None:

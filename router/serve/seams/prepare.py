@@ -40,7 +40,7 @@ from router.routing.dispatcher import INLINE_BODY_BYTES, Dispatcher
 from router.routing.model import Model
 from router.routing.planner import prepare
 from router.telemetry.settled import Settled
-from router.telemetry.spans import PlacedTrace, Tracer
+from router.telemetry.spans import Tracer
 from router.telemetry.trace_context import read_context
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,7 @@ class Preparation:
         context = read_context(headers)
         if self.tracer is None:
             return None if context is None else Begun(context=context)
-        trace = self.tracer.begin(context, "POST", path, path)
-        return Begun(context=context, placed=PlacedTrace(trace))
+        return Begun(context=context, trace=self.tracer.begin(context, "POST", path, path))
 
     def _enter(self, number: int, headers: list[Header]) -> Key:
         """Check the client's key and its limits; return it."""
@@ -278,8 +277,8 @@ class Preparation:
                 return
             begun.usage.spend(len(tokenized.token_ids))
             begun.has_spent, usage = True, begun.usage.headers()
-        if begun is not None and begun.placed is not None:
-            added = begun.placed.placed(seconds)
+        if begun is not None and begun.trace is not None:
+            added = begun.trace.placed(seconds)
         elif begun is not None and begun.context is not None:
             added = begun.context.headers()
         sent, keep = self._steer(number, asked, tokenized)

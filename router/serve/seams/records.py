@@ -74,8 +74,8 @@ class Settling:
             self.observers.metrics.versions.labels(*begun.version).inc()
         if self.logs_access:
             _write_line(settled, path, routed)
-        if begun is not None and begun.placed is not None:
-            begun.placed.served(self._attempt(settled.replica), settled, routed)
+        if begun is not None and begun.trace is not None:
+            begun.trace.settled(self._attempt(settled.replica), settled, routed)
 
     @property
     def sum_bounds(self) -> tuple[Sequence[float], ...] | None:
@@ -104,8 +104,8 @@ class Settling:
         found = self.observers.handed_over(
             number, failed, tenant if failed.status == HTTPStatus.TOO_MANY_REQUESTS else ""
         )
-        if begun is not None and begun.placed is not None and attempt is not None:
-            begun.placed.failed(attempt, found.value)
+        if begun is not None and begun.trace is not None and attempt is not None:
+            begun.trace.failed_in_core(attempt, found.value)
         self._end_passing(number)  # it may have to wait for its next attempt
 
     def _end_passing(self, number: int) -> None:
