@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from router.doors.asks import Key, Question, new_id, tenant_salt
+from router.doors.asks import Key, Question, new_id
 from router.doors.reservations import Claim, Outcome, Reservation, Reservations
 from router.doors.terms_reader import TermsReader
 from router.errors import BadRequest, NoReplica, UnknownReservation
@@ -169,9 +169,9 @@ class Desk:
 
     def _terms(self, ask: Question) -> Terms:
         caller = ask.caller
-        salt = tenant_salt(caller, ask.path if ask.endpoint is None else ask.endpoint.value)
+        path = ask.path if ask.endpoint is None else ask.endpoint.value
         return replace(
-            self.terms.read(caller, ask.headers, salt),
+            self.terms.read(caller, ask.headers, path),
             dp_rank=ask.dp_rank,
             is_eligible=ask.is_eligible,
         )

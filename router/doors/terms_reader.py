@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.doors.asks import Key
+from router.doors.asks import Key, tenant_salt
 from router.fleet.entrance import Entrance
 from router.plane.attempts import RANK_HEADER
-from router.routing.key_holders import TenantSalt
 from router.routing.terms import Terms, session_in
 
 _MAX_RANK_DIGITS = 5
@@ -25,19 +24,19 @@ class TermsReader:
     trusts_rank: bool
     """True if clients may choose the data-parallel rank."""
 
-    def read(self, key: Key, headers: Mapping[bytes, bytes], salt: TenantSalt | None) -> Terms:
+    def read(self, key: Key, headers: Mapping[bytes, bytes], path: str) -> Terms:
         """Return the terms of one request.
 
         Args:
             headers: Names in lower case.
-            salt: See `tenant_salt`.
+            path: The form of the body, which may have fields for the key's salt.
         """
         named = "" if self.entrance is None else self.entrance.tenant(headers)
         return Terms(
             session=session_in(headers, self.session_header),
             headers=headers,
             dp_rank=_rank(headers) if self.trusts_rank else None,
-            salt=salt,
+            salt=tenant_salt(key, path),
             check_model=key.check_model,
             owner=key.owner,
             tenant=named or key.tenant,

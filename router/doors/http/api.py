@@ -18,7 +18,7 @@ from starlette.responses import StreamingResponse
 
 from router.config.replica import ReplicaConfig, read_replica
 from router.config.schema import RouterConfig
-from router.doors.asks import Key, tenant_salt
+from router.doors.asks import Key
 from router.doors.http.access import Guard
 from router.doors.http.bodies import JSON, MSGPACK, decode_json, json_response, read_request
 from router.doors.http.decision_views import encoded, encoding_of, route_view
@@ -222,7 +222,7 @@ def add_route(app: FastAPI, parts: ApiParts, reader: TermsReader, sees_hits: Acc
         counted = nullcontext() if key.usage is None else key.usage.counted()
         with counted, parts.router.admission.buffer() as buffer:
             content = await read_request(request, parts.router.config.server, buffer.add)
-            terms = reader.read(key, headers, tenant_salt(key, "/route"))
+            terms = reader.read(key, headers, "/route")
             decision = await parts.router.dispatcher.dispatch(
                 Endpoint.ROUTE, content, terms, encoding_of(headers)
             )

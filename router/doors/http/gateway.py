@@ -52,7 +52,6 @@ from router.prompt.body.owned_fields import PRIORITY_HEADER
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
-from router.routing.key_holders import TenantSalt
 from router.routing.terms import NO_HEADERS, Terms
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.request_observer import RequestObserver, RequestObservers
@@ -150,7 +149,8 @@ class Gateway:
 
 @dataclass(slots=True)
 class Begun:
-    """Holds the state made while a request's prompt was read, for its server."""
+    """Holds what a request has from its beginning to its end, whoever serves it: its key, its place
+    among the key's requests, its trace. The core's begin where its prompt is read."""
 
     usage: KeyUsage | None = None
     """The usage of its key, which counts it already."""
@@ -211,8 +211,6 @@ class Passage:
     _is_admitted: bool = False
     _held_bytes: int = 0
     _body: list[bytes] = field(default_factory=list)
-    _key: Key = ANONYMOUS
-    _salt: TenantSalt | None = None
     _observer: RequestObserver | None = None
     _waiter: Waiter | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -220,28 +218,21 @@ class Passage:
     _relay: PlaneRelay | None = None
     _headers: dict[bytes, bytes] = field(init=False)
     _request_id: bytes = field(init=False)
-    _context: TraceContext | None = field(init=False)
-    _trace: RequestTrace | None = field(init=False)
-    _usage: KeyUsage | None = field(init=False)
-    _has_spent: bool = field(init=False)
-    _version: str | None = field(init=False)
+    _begun: Begun = field(init=False)
     _line: AccessLine | None = field(init=False)
 
     def __post_init__(self) -> None:
         gateway, exchange = self._gateway, self._exchange
         self._headers = dict(exchange.headers)
         self._request_id = request_id_in(self._headers).encode("latin-1")
-        is_traced = TRACEPARENT in self._headers
-        self._context = read_context(exchange.headers) if is_traced else None
-        begun: Begun = exchange.begun or Begun()
-        self._trace = begun.trace
-        if gateway.router.tracer is not None and self._trace is None:
+        begun = self._begun = exchange.begun or Begun()
+        if TRACEPARENT in self._headers:
+            begun.context = read_context(exchange.headers)
+        if gateway.router.tracer is not None and begun.trace is None:
             route = None if self._path.endpoint is None else self._path.endpoint.value
-            self._trace = gateway.router.tracer.begin(
-                self._context, exchange.method, exchange.path, route
+            begun.trace = gateway.router.tracer.begin(
+                begun.context, exchange.method, exchange.path, route
             )
-        self._usage, self._has_spent = begun.usage, begun.has_spent
-        self._version = None if begun.version is None else begun.version[1]
         self._line = AccessLine(exchange.scope) if gateway.logs_access else None
 
     # --- what happens to it -----------------------------------------------------------------------
@@ -287,12 +278,12 @@ class Passage:
         self._read()
 
     def _admit(self) -> None:
-        key = self._key = self._enter()
-        self._salt = tenant_salt(key, self._exchange.path)
-        if key.usage is not None and self._usage is None:
+        begun, key = self._begun, self._enter()
+        begun.key = key
+        if key.usage is not None and begun.usage is None:
             key.usage.enter()
-            self._usage = key.usage
-        if self._salt is not None or self._usage is not None:
+            begun.usage = key.usage
+        if tenant_salt(key, self._exchange.path) is not None or begun.usage is not None:
             check_one_content_type(self._exchange.headers)
         if PRIORITY_HEADER in self._headers:
             self._check_priority()
@@ -360,9 +351,11 @@ class Passage:
             self._task.add_done_callback(self._decided)
 
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        terms = self._gateway.terms.read(self._key, self._headers, self._salt)
-        terms = replace(terms, version=self._version)
-        return self._gateway.decide(self._path, body, terms, self._usage)
+        begun = self._begun
+        terms = self._gateway.terms.read(begun.key, self._headers, self._exchange.path)
+        if begun.version is not None:
+            terms = replace(terms, version=begun.version[1])
+        return self._gateway.decide(self._path, body, terms, begun.usage)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if self._stage is _Stage.OVER:
@@ -374,12 +367,12 @@ class Passage:
         self._take(lambda: self._send(task.result()))
 
     def _send(self, decision: Decision) -> None:
-        gateway, trace = self._gateway, self._trace
+        gateway, begun, trace = self._gateway, self._begun, self._begun.trace
         if self._waiter is None:
             if trace is not None:
                 trace.decided(decision.tokenization_s, decision.routing_s)
-            if self._usage is not None and not self._has_spent:
-                self._usage.spend(decision.tokens)
+            if begun.usage is not None and not begun.has_spent:
+                begun.usage.spend(decision.tokens)
         if gateway.router.entrance is not None and not self._may_start(
             gateway.router.entrance, decision
         ):
@@ -392,16 +385,16 @@ class Passage:
                 raise
             raise EnginesBusy(decision.model_name, failed.retry_after_s or 1) from error
         self._stage = _Stage.SENT
-        known = trace or self._context
+        known = trace or begun.context
         trace_headers = () if known is None else known.headers()
         request = gateway.forwarding.request(
             self._exchange, decision, self._request_id, trace_headers
         )
-        if self._usage is not None:
-            response_headers = request.response_headers + self._usage.headers()
+        if begun.usage is not None:
+            response_headers = request.response_headers + begun.usage.headers()
             request = replace(request, response_headers=response_headers)
         number_of = gateway.engine_order.numbers(
-            self._headers, self._key.priority, observer.waited_s
+            self._headers, begun.key.priority, observer.waited_s
         )
         attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
         relay = gateway.router.proxy.start(
@@ -415,16 +408,17 @@ class Passage:
             self._relay = relay
 
     def _observe(self, decision: Decision) -> RequestObserver:
-        observers, known = self._gateway.router.observers, self._trace or self._context
-        trace_id = None if known is None else known.trace_id
+        observers, trace = self._gateway.router.observers, self._begun.trace
         request_id = self._request_id.decode("latin-1")
-        observer = observers.observe(decision, self._exchange.path, request_id, trace_id)
+        observer = observers.observe(
+            decision, self._exchange.path, request_id, self._begun.trace_id
+        )
         if self._waiter is not None:
             observer.waited_s = observers.clock() - self._waiter.arrived
-            if self._trace is not None:
-                self._trace.waited("queue", observer.waited_s)
-        if self._trace is not None:
-            observer.record_in(self._trace)
+            if trace is not None:
+                trace.waited("queue", observer.waited_s)
+        if trace is not None:
+            observer.record_in(trace)
         if self._line is not None:
             self._line.routed = observer.request
         return observer
@@ -435,7 +429,7 @@ class Passage:
         if self._waiter is not None or not may_wait or self._exchange.is_gone:
             return True
         dispatcher = self._gateway.router.dispatcher
-        waiter = entrance.waiter(decision.model_name, self._headers, *self._key.in_line)
+        waiter = entrance.waiter(decision.model_name, self._headers, *self._begun.key.in_line)
         waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
         waiter.can_start = functools.partial(dispatcher.have_room, decision)
         waiter.start = lambda: self._take(lambda: self._send(dispatcher.redecide(decision)))
@@ -474,8 +468,8 @@ class Passage:
         ]
         if self._line is not None:
             self._line.error = error.code
-        if self._trace is not None:
-            self._trace.error = error.code
+        if self._begun.trace is not None:
+            self._begun.trace.error = error.code
         self._exchange.respond(error.status, headers, body)
         self._close()
 
@@ -485,12 +479,11 @@ class Passage:
         self._stage = _Stage.OVER
         self._leave()
         self._relay = None
-        if self._trace is not None:
-            self._trace.end(self._exchange.status)
+        if self._begun.trace is not None:
+            self._begun.trace.end(self._exchange.status)
         if self._line is not None:
             line, self._line = self._line, None
-            known = self._trace or self._context
-            line.trace_id = None if known is None else known.trace_id
+            line.trace_id = self._begun.trace_id
             line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
 
     def _leave(self) -> None:
@@ -502,14 +495,14 @@ class Passage:
         if self._is_admitted:
             self._is_admitted = False
             self._gateway.router.admission.leave()
-        if self._usage is not None or self._waiter is not None:
+        if self._begun.usage is not None or self._waiter is not None:
             self._settle()
         self._observer = None
 
     def _settle(self) -> None:
         """Count the cost of its response, and let the next one have its room, or its place."""
-        observer, usage, waiter = self._observer, self._usage, self._waiter
-        self._usage = self._waiter = None
+        observer, usage, waiter = self._observer, self._begun.usage, self._waiter
+        self._begun.usage = self._waiter = None
         tokens = None
         try:
             tokens = None if observer is None else observer.response_tokens()

@@ -56,7 +56,7 @@ class RouteQuestion(Passage):
 
     @override
     def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
-        terms = self._gateway.terms.read(self._key, self._headers, self._salt)
+        terms = self._gateway.terms.read(self._begun.key, self._headers, _PATH)
         dispatch = self._gateway.router.dispatcher.dispatch_now
         return dispatch(Endpoint.ROUTE, body, terms, encoding_of(self._headers))
 

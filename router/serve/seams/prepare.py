@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from router._core import Plane
 from router.config.origin import Header
-from router.doors.asks import ANONYMOUS, Key, tenant_salt
+from router.doors.asks import ANONYMOUS, Key
 from router.doors.http.access import check_one_content_type
 from router.doors.http.gateway import Begun
 from router.doors.http.question_fields import unrestricted_name
@@ -214,8 +214,7 @@ class Preparation:
     def _read(self, endpoint: Endpoint, key: Key, headers: list[Header], body: bytes) -> Asked:
         if len(body) > INLINE_BODY_BYTES:
             raise _UnusualRequest
-        salt = tenant_salt(key, endpoint.value)
-        terms = self.terms.read(key, dict(headers), salt)
+        terms = self.terms.read(key, dict(headers), endpoint.value)
         if key.usage is not None:
             terms = replace(terms, check_model=_check_model(key.usage))
         asked = self.dispatcher.read(endpoint, body, terms)
