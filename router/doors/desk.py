@@ -78,12 +78,10 @@ class Desk:
         Raises:
             RequestError: It is refused.
         """
-        claim = Claim(ask, self.admission, self.entrance)
-        try:
-            with self.admission:
-                return await self._decide(ask)
-        finally:
+        with Claim(ask, self.admission, self.entrance) as claim, self.admission:
+            decision = await self._decide(ask)
             claim.give_back()
+            return decision
 
     async def select(self, ask: Question, selection_id: str | None = None) -> Decision:
         """Decide, and book nothing.
@@ -111,17 +109,12 @@ class Desk:
         """
         reservation_id = reservation_id or new_id()
         self.reservations.check_room(reservation_id)
-        claim = Claim(ask, self.admission, self.entrance)
-        try:
-            with self.admission:
-                decision = await self._decide(ask)
-                if ask.caller.usage is not None:
-                    ask.caller.usage.spend(decision.tokens)
-                book = functools.partial(self._book, ask, reservation_id, claim)
-                return await self._in_turn(ask, decision, claim, book)
-        except BaseException:
-            claim.give_back()
-            raise
+        with Claim(ask, self.admission, self.entrance) as claim, self.admission:
+            decision = await self._decide(ask)
+            if ask.caller.usage is not None:
+                ask.caller.usage.spend(decision.tokens)
+            book = functools.partial(self._book, ask, reservation_id, claim)
+            return await self._in_turn(ask, decision, claim, book)
 
     def reserve_selected(self, selection_id: str, caller: Key) -> DecidedReservation:
         """Book what `select` has decided under that id, once.
@@ -137,14 +130,10 @@ class Desk:
         if obstacle is not None:
             raise NoReplica(decision.model_name, f"the selected one: {obstacle}")
         self.reservations.check_room(selection_id)
-        claim = Claim(ask, self.admission, self.entrance)
-        try:
+        with Claim(ask, self.admission, self.entrance) as claim:
             if caller.usage is not None:
                 caller.usage.spend(decision.tokens)
             return self._book(ask, selection_id, claim, decision)
-        except BaseException:
-            claim.give_back()
-            raise
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ _ENDS = {
 
 class Claim:
     """Holds a question's share of its caller's limits and of the memory for bodies, and its places
-    in the queue and among the reservations.
+    in the queue and among the reservations. An error in its block releases it.
 
     Raises:
         KeyLimitReached: The caller has reached a limit.
@@ -89,6 +89,13 @@ class Claim:
             if usage is not None:
                 usage.leave()
             raise
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.give_back()
 
     def give_back(self, response_tokens: int | None = None) -> None:
         """Release it; a second call changes nothing."""
