@@ -31,7 +31,13 @@ from uuid import uuid4
 
 import msgspec
 
-from router.prompt.body.splicing import with_changed, with_field, with_members, without_members
+from router.prompt.body.splicing import (
+    Change,
+    with_changed,
+    with_field,
+    with_members,
+    without_fields,
+)
 from router.prompt.endpoints import FORMS, Endpoint
 
 PRIORITY_HEADER = b"x-vllm-priority"
@@ -117,15 +123,17 @@ def strip_report_mode(body: bytes) -> bytes:
     Args:
         body: A JSON object that was parsed before; likewise below.
     """
-    return _without_arguments(body, (_REPORT_MODE,)) if _may_name(body, _REPORT_MODE) else body
+    if not _may_name(body, _REPORT_MODE):
+        return body
+    return with_changed(body, _of_arguments(_without(_REPORT_MODE)))
 
 
 def strip_hints(body: bytes) -> bytes:
     """Return the body without hints, and without a peer to pull from."""
     if not _may_name(body, _KVROUTE, _SOURCE):
         return body
-    body = without_members(body, TRANSFER_FIELD, (_KVROUTE, _SOURCE))
-    return _without_arguments(body, (_KEEP, _KEEP_END))
+    changes = {TRANSFER_FIELD: _without(_KVROUTE, _SOURCE)}
+    return with_changed(body, changes | _of_arguments(_without(_KEEP, _KEEP_END)))
 
 
 def _may_name(body: bytes, *names: str) -> bool:
@@ -133,11 +141,15 @@ def _may_name(body: bytes, *names: str) -> bool:
     return any(name.encode() in body for name in names) or _ESCAPE.search(body) is not None
 
 
-def _without_arguments(body: bytes, names: Sequence[str]) -> bytes:
-    """Return the body without some of the engine's own arguments, in both places."""
-    body = without_members(body, ARGUMENTS_FIELD, names)
-    return with_changed(
-        body,
-        SAMPLING_FIELD,
-        lambda value: without_members(value, _EXTRA_FIELD, names) if value[:1] == b"{" else value,
-    )
+def _without(*names: str) -> Change:
+    """Takes some members out of a field that is an object."""
+    return lambda value: without_fields(value, *names) if value[:1] == b"{" else value
+
+
+def _of_arguments(change: Change) -> dict[str, Change]:
+    """The changes of a body that change the engine's own arguments, in both places."""
+    extra = {_EXTRA_FIELD: change}
+    return {
+        ARGUMENTS_FIELD: change,
+        SAMPLING_FIELD: lambda value: with_changed(value, extra) if value[:1] == b"{" else value,
+    }

@@ -37,7 +37,7 @@ from router.prompt.body.owned_fields import (
     strip_report_mode,
 )
 from router.prompt.body.salting import SALT_FIELD, tenant_salt_of, with_tenant_salt
-from router.prompt.body.splicing import without_field
+from router.prompt.body.splicing import without_fields
 from router.prompt.endpoints import FORMS, Encoding, Endpoint
 from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
@@ -380,7 +380,7 @@ def read_request(
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
     if is_sent and drops_priority and spec.has_priority:
-        changed = without_field(changed, PRIORITY_FIELD)
+        changed = without_fields(changed, PRIORITY_FIELD)
     if is_sent and (spec.has_engine_arguments or spec.has_transfer_params):
         changed = strip_hints(changed)
     if tenant_salt is not None:
@@ -422,7 +422,7 @@ def read_model(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
     check_int64(read.priority, f"$.{PRIORITY_FIELD}")
-    changed = without_field(body, PRIORITY_FIELD) if drops_priority else body
+    changed = without_fields(body, PRIORITY_FIELD) if drops_priority else body
     if tenant_salt is not None and salt_names:
         changed = with_tenant_salt(changed, tenant_salt, salt_names)
     return read.model, None if changed is body else changed

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -14,11 +14,14 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _MARK = re.compile(rb'["\[\]{}]')
 _END = re.compile(rb"[,}]")
+Change: TypeAlias = Callable[[bytes], bytes]
+"""Makes a field's new value of the old one, both as JSON; the same object leaves it."""
 
 
 class _Member(NamedTuple):
     """One field of an object: where its name begins, and where its value begins and ends."""
 
+    name: str
     name_start: int
     value_start: int
     value_end: int
@@ -30,20 +33,20 @@ def with_model(body: bytes, name: str) -> bytes:
     A name that appears twice is replaced twice: parsers disagree on which one counts.
     """
     replacement = msgspec.json.encode(name)
-    return with_changed(body, "model", lambda _: replacement)
+    return with_changed(body, {"model": lambda _: replacement})
 
 
-def with_changed(body: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
-    """Return the body with another value of a field, wherever it is; the same object if none has
-    changed.
+def with_changed(body: bytes, changes: Mapping[str, Change]) -> bytes:
+    """Return the body with other values of some fields, wherever they are; the same object if none
+    has changed.
 
     Args:
-        change: Makes the new value of the old one, both as JSON; the same object leaves it.
+        changes: By the field's name. The body is searched once for all of them.
     """
     pieces, at = [], 0
-    for _, start, end in _members(body, name):
+    for name, _, start, end in _members(body, *changes):
         value = body[start:end]
-        if (changed := change(value)) is not value:
+        if (changed := changes[name](value)) is not value:
             pieces += [body[at:start], changed]
             at = end
     return b"".join([*pieces, body[at:]]) if pieces else body
@@ -57,14 +60,15 @@ def with_field(body: bytes, name: str, value: bytes) -> bytes:
         value: As JSON.
     """
     if next(_members(body, name), None) is not None:
-        return with_changed(body, name, lambda _: value)
+        return with_changed(body, {name: lambda _: value})
     return _with_first(body, name, value)
 
 
-def without_field(body: bytes, name: str) -> bytes:
-    """Return the body without a field, however often it is there; the same object if it is not."""
+def without_fields(body: bytes, *names: str) -> bytes:
+    """Return the body without some fields, however often they are there; the same object if they
+    are not."""
     pieces, at, is_last = [], 0, False
-    for start, _, end in _members(body, name):
+    for _, start, _, end in _members(body, *names):
         pieces.append(body[at:start])
         comma = _skip_space(body, end)
         is_last = body[comma : comma + 1] != b","
@@ -73,22 +77,6 @@ def without_field(body: bytes, name: str) -> bytes:
         return body
     kept = b"".join(pieces)
     return (kept.rstrip().removesuffix(b",") if is_last else kept) + body[at:]
-
-
-def without_members(body: bytes, name: str, members: Sequence[str]) -> bytes:
-    """Return the body without some members of a field that is an object; the same object if it has
-    none of them.
-
-    Args:
-        name: The field's; every one of that name is searched.
-    """
-
-    def without(value: bytes) -> bytes:
-        for member in members if value.startswith(b"{") else ():
-            value = without_field(value, member)
-        return value
-
-    return with_changed(body, name, without)
 
 
 def with_members(body: bytes, name: str, members: bytes) -> bytes:
@@ -101,7 +89,7 @@ def with_members(body: bytes, name: str, members: bytes) -> bytes:
         members: A JSON object that is not empty, of names that the field does not have.
     """
     if next(_members(body, name), None) is not None:
-        return with_changed(body, name, lambda value: _merged(value, members))
+        return with_changed(body, {name: lambda value: _merged(value, members)})
     return _with_first(body, name, members)
 
 
@@ -119,9 +107,9 @@ def _merged(value: bytes, members: bytes) -> bytes:
     return members if is_empty else members[:-1] + b"," + value[1:]
 
 
-def _members(body: bytes, name: str) -> Iterator[_Member]:
-    """Yield the places of a field of the outermost object."""
-    plain = b'"%b"' % name.encode()
+def _members(body: bytes, *names: str) -> Iterator[_Member]:
+    """Yield the places of some fields of the outermost object."""
+    plain = {b'"%b"' % name.encode(): name for name in names}
     at = body.find(b"{") + 1
     while at:
         at = _skip_space(body, at)
@@ -130,8 +118,9 @@ def _members(body: bytes, name: str) -> Iterator[_Member]:
             return
         start = _skip_space(body, _skip_space(body, key.end()) + 1)
         end = _value_end(body, start)
-        if key[0] == plain or (b"\\" in key[0] and _unescaped(key[0]) == name):
-            yield _Member(at, start, end)
+        name = _unescaped(key[0]) if b"\\" in key[0] else plain.get(key[0])
+        if name in names:
+            yield _Member(name, at, start, end)
         at = body.find(b",", end) + 1
 
 

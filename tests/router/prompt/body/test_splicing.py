@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt.body.splicing import with_members, with_model, without_field, without_members
+from router.prompt.body.splicing import with_changed, with_members, with_model, without_fields
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -76,7 +76,7 @@ def test_a_field_is_taken_out_and_nothing_else(
         for name, value in members
     ]
     body = f"{space}{{{space}{f',{space}'.join(written)}}}{space}"
-    left = without_field(body.encode("utf-8", "surrogatepass"), "priority")
+    left = without_fields(body.encode("utf-8", "surrogatepass"), "priority")
     found = json.loads(left.decode("utf-8", "surrogatepass"), object_pairs_hook=list)
     kept = [(name, value) for name, value in members if name != "priority"]
     assert [name for name, _ in found] == [name for name, _ in kept]
@@ -96,7 +96,7 @@ def test_a_field_is_taken_out_and_nothing_else(
 )
 def test_what_is_left_looks_as_before(body: bytes, expected: bytes | None) -> None:
     """Spaces, numbers and escapes of the others stay: an engine reads what its client wrote."""
-    assert without_field(body, "priority") == (body if expected is None else expected)
+    assert without_fields(body, "priority") == (body if expected is None else expected)
 
 
 @given(
@@ -119,7 +119,8 @@ def test_members_are_put_in_and_taken_out_again(
         return
     assert found["params"] == {"new": [1, 2], **((before or {}) if is_there else {})}
     assert {**found, "params": 0} == {**fields, "params": 0}
-    left = json.loads(without_members(sent, "params", ["new"]).decode("utf-8", "surrogatepass"))
+    taken = with_changed(sent, {"params": lambda value: without_fields(value, "new")})
+    left = json.loads(taken.decode("utf-8", "surrogatepass"))
     assert left["params"] == ((before or {}) if is_there else {})
 
 
@@ -127,4 +128,4 @@ def test_a_name_that_is_not_utf_8_is_passed_over() -> None:
     """Nothing reads it here, and the engine refuses it; it must not fail the router."""
     body = b'{"\xff\\n": 1, "a": 2, "model": "x"}'
     assert with_model(body, "y") == body.replace(b'"x"', b'"y"')
-    assert without_field(body, "a") == b'{"\xff\\n": 1,  "model": "x"}'
+    assert without_fields(body, "a") == b'{"\xff\\n": 1,  "model": "x"}'
