@@ -367,7 +367,9 @@ class ServerConfig(Section, frozen=True):
     Change it when replicas have endpoints that the router does not know, such as `/pooling`; a
     final asterisk matches any rest: `/custom/*`, but none with `.` or `..` as a segment. Requests
     with any method are routed by load, among the replicas of the `model` in a JSON or form body if
-    there is one."""
+    there is one. Their bodies stay as they are: where an engine generates at such a path, clients
+    can reach its fields that the router takes out elsewhere, as `kv_cache_report_mode` of
+    `vllm_xargs`, which makes predictions wrong for all."""
     tls: ListenerTlsConfig = ListenerTlsConfig()
     replica_tls: ReplicaTlsConfig = ReplicaTlsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
