@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from kvevents.errors import EndpointError
 from kvevents.tasks import begin_lasting
 from kvevents.threads import begun_pool
 from router.config.certificates import (
@@ -86,7 +87,7 @@ from router.telemetry.collector import collect, fields_as_metrics
 
 logger = logging.getLogger(__name__)
 
-_Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+_Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 
 _KEEP_ALIVE_S = 75
 _MAX_IDLE = 256
@@ -143,8 +144,10 @@ class RouterApp:
         traces = service.tracing is not None
         render = functools.partial(render_metrics, service)
         parts = ApiParts(service, guard, service.reservations, render, traces)
-        lifespan = _with_picker(service.lifespan, self, service)
-        self._api = _api(parts, self.paths, self.desk, lifespan)
+        self._api = _api(parts, self.paths, self.desk)
+        self.lifespan = _with_picker(functools.partial(service.lifespan, None), self, service)
+        """Starts and stops all behind it. It is no ASGI lifespan: of its errors uvicorn would log a
+        trace, and end the process itself."""
         self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
 
@@ -162,9 +165,11 @@ class RouterApp:
         await self._api(scope, receive, send)
 
 
-def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk, lifespan: _Lifespan) -> FastAPI:
+def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk) -> FastAPI:
     """Make the application for all paths that are not proxied."""
-    app, router, guard = new_api(lifespan), parts.router, parts.guard
+    # Its own lifespan is empty: `RouterApp.lifespan` runs around the server.
+    app = new_api(lambda _app: contextlib.nullcontext())
+    router, guard = parts.router, parts.guard
     client, operator = Access("client", guard), Access("operator", guard)
     add_error_handlers(app, paths, router.observers)
     add_probes(app, parts, operator)
@@ -205,8 +210,8 @@ def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService)
     )
 
     @contextlib.asynccontextmanager
-    async def with_picker(app: FastAPI) -> AsyncIterator[None]:
-        async with lifespan(app):
+    async def with_picker() -> AsyncIterator[None]:
+        async with lifespan():
             await server.start()
             try:
                 yield
@@ -239,8 +244,9 @@ async def serve(
     Args:
         source: Reads it again; None: nothing does.
     Raises:
-        ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
+        ConfigError: An address cannot be bound, or a tokenizer, chat template or certificate
             cannot be used.
+        EndpointError: That of `events.listen` cannot be bound.
     """
     certificate = listener_certificate(config.server.tls)
     service = RouterService(config, new_index=new_index)
@@ -263,7 +269,8 @@ async def serve(
         renewing = functools.partial(certificates.renew, server.plane)
         async with _reloading(service, source, known, renewing):
             try:
-                await server.serve(sockets=[behind])
+                async with app.lifespan():
+                    await server.serve(sockets=[behind])
             finally:
                 server.stop_deciding()
                 await server.plane.close()
@@ -490,13 +497,14 @@ def run(
         source: Reads it again while the router runs; None: nothing does.
     Raises:
         ConfigError: As for `serve`, or too few files may be open.
+        EndpointError: As for `serve`.
     """
     set_up_logging(config)
     allow_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         run_on_event_loop(serve(config, new_index, source))
-    except ConfigError as error:
+    except (ConfigError, EndpointError) as error:
         if config.observability.log_format != "json":
             raise
         logger.critical("%s", error)

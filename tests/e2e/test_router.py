@@ -1231,6 +1231,30 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
     assert f"server: 127.0.0.1 port {port} cannot be listened on" in done.stderr
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize(
+    ("place", "scheme"), [("events", "tcp://"), ("doors.ext_proc", "")], ids=["events", "picker"]
+)
+def test_another_address_that_is_taken_is_a_configuration_error_too(
+    tmp_path: Path, place: str, scheme: str, log_format: str
+) -> None:
+    """These are listened on once the application starts, whose errors were traces and exit code
+    3."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}{}:{}".format(scheme, *taken.getsockname())
+        document: Any = {"listen": address}
+        for name in reversed(place.split(".")):
+            document = {name: document}
+        document |= {"server": {"port": 0}, "observability": {"log_format": log_format}}
+        done = serve_with(tmp_path / "kvroute.yaml", document)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "startup failed" not in done.stderr
+    assert place in done.stderr.splitlines()[-1]
+    assert address.removeprefix(scheme) in done.stderr.splitlines()[-1]
+    if log_format == "json":
+        assert json.loads(done.stderr.splitlines()[-1])["level"] == "CRITICAL"
+
+
 async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() -> None:
     """Every stream needs two sockets, and the usual limit is 1024 open files: 500 streams would
     reach it."""
