@@ -158,7 +158,7 @@ void respond(Plane& plane, ExchangeId id, int status, nb::handle fields, nb::han
     plane.send({id, Respond{status, fields_of(fields), text_of(body)}});
 }
 
-// Reads an `OrderFacts` of router/fleet/engine_order.py.
+// Reads an `OrderFacts` of router/fleet/entrance.py.
 Ordering ordering_of(nb::handle from) {
     return {read<double>(from, "ageing_tokens_per_s"), read<u64>(from, "usual_class"),
             read<int>(from, "class_bits"), read<u64>(from, "longest_tokens")};

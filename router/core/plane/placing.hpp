@@ -30,7 +30,7 @@ struct Served final : Model {
     u64 most_tokens = 0;         // of a prompt; longer ones are left to Python
 };
 
-// How an engine's queue is ordered: see router/fleet/engine_order.py.
+// How an engine's queue is ordered: see router/fleet/entrance.py.
 struct Ordering {
     double ageing_tokens_per_s = 0;
     u64 usual_class = 0;
