@@ -250,7 +250,7 @@ def _metric(family: Metric) -> str:
 
 async def _families() -> list[Metric]:
     service = RouterService(RouterConfig())
-    async with service.lifespan(None):
+    async with service.lifespan():
         await render_metrics(service)
         return list(service.metrics.families())
 

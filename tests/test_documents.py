@@ -192,7 +192,7 @@ async def test_the_curl_commands_for_replicas_work() -> None:
     service = RouterService(RouterConfig())
     transport = httpx.ASGITransport(RouterApp(service))
     async with (
-        service.lifespan(None),
+        service.lifespan(),
         httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         for _, *arguments in commands:

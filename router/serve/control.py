@@ -166,7 +166,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         interface="asgi3",
         ws="none",
         proxy_headers=False,
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -145,9 +145,9 @@ class RouterApp:
         render = functools.partial(render_metrics, service)
         parts = ApiParts(service, guard, service.reservations, render, traces)
         self._api = _api(parts, self.paths, self.desk)
-        self.lifespan = _with_picker(functools.partial(service.lifespan, None), self, service)
-        """Starts and stops all behind it. It is no ASGI lifespan: of its errors uvicorn would log a
-        trace, and end the process itself."""
+        self.lifespan = _with_picker(service.lifespan, self, service)
+        """Starts and stops all behind it. It runs around uvicorn, which would log a trace of its
+        errors, and end the process itself."""
         self.direct = RouteQuestions(self.gateway)
         """Serves the requests that do not go through ASGI."""
 
@@ -167,9 +167,7 @@ class RouterApp:
 
 def _api(parts: ApiParts, paths: ProxiedPaths, desk: Desk) -> FastAPI:
     """Make the application for all paths that are not proxied."""
-    # Its own lifespan is empty: `RouterApp.lifespan` runs around the server.
-    app = new_api(lambda _app: contextlib.nullcontext())
-    router, guard = parts.router, parts.guard
+    app, router, guard = new_api(), parts.router, parts.guard
     client, operator = Access("client", guard), Access("operator", guard)
     add_error_handlers(app, paths, router.observers)
     add_probes(app, parts, operator)

@@ -415,8 +415,8 @@ class RouterService(RouterParts):
             await asyncio.to_thread(self.tracing.stop)
 
     @contextlib.asynccontextmanager
-    async def lifespan(self, _app: object) -> AsyncIterator[None]:
-        """Run from the start to the end of an ASGI application."""
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Run from the start of the parts to their end."""
         await self.start()
         try:
             yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -115,13 +115,12 @@ class ApiParts:
         )
 
 
-def new_api(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+def new_api() -> FastAPI:
     """Make the application for all paths that are not proxied, still without a path."""
     return FastAPI(
         title="kvroute",
         version=version("kvroute"),
         summary="Exact prefix-cache routing for LLM inference engines.",
-        lifespan=lifespan,
         generate_unique_id_function=_operation_id,
         default_response_class=Response,
         openapi_url=None,

@@ -101,7 +101,7 @@ async def document() -> dict[str, Any]:
 async def router() -> AsyncIterator[httpx.AsyncClient]:
     """A router that runs, with one replica that is not there."""
     service = RouterService(RouterConfig())
-    async with service.lifespan(None), client_of(RouterApp(service)) as client:
+    async with service.lifespan(), client_of(RouterApp(service)) as client:
         added = await client.post("/replicas", json=REPLICA)
         assert added.status_code == 201, added.text
         yield client
@@ -329,7 +329,7 @@ async def test_what_is_sent_fits_the_schema_and_has_no_other_field(
 async def test_a_key_of_the_configuration_is_neither_sent_nor_an_example() -> None:
     """`api_key` is write-only."""
     service = RouterService(RouterConfig())
-    async with service.lifespan(None), client_of(RouterApp(service)) as client:
+    async with service.lifespan(), client_of(RouterApp(service)) as client:
         await client.post("/replicas", json={**REPLICA, "api_key": "replica-key-sentinel"})
         for path in ("/replicas", "/config", "/overview", "/openapi.json"):
             assert "sentinel" not in (await client.get(path)).text

@@ -252,7 +252,7 @@ async def test_metrics_overview_and_log_say_what_tokenises_and_why(
         "careful": "tokenizers (configured)",
         "other": "replica",
     }
-    async with service.lifespan(None):
+    async with service.lifespan():
         text = (await render_metrics(service)).decode()
     found = {
         (sample.labels["model"], sample.labels["library"], sample.labels["reason"])
