@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -59,14 +60,10 @@ def noted(method: str, path: str, body: bytes) -> tuple[bool, bool, int, bytes] 
     return found
 
 
-class Observer:
-    prompt_tokens = PROMPT_TOKENS
-
-
 class Reported:
     """Takes what Python makes of a report; the rest of a reservation does not matter here."""
 
-    observer = Observer()
+    observer = SimpleNamespace(request=SimpleNamespace(prompt_tokens=PROMPT_TOKENS))
     usage = b""
 
     def report(self, usage: bytes) -> None:
