@@ -557,7 +557,6 @@ class Plane:
         secure_host: str,
         authority: bytes,
         base_path: bytes,
-        target: bytes | None,
         replaced: Sequence[tuple[bytes, bytes | None]],
         added: Sequence[tuple[bytes, bytes]],
         reported: Sequence[tuple[bytes, bytes]],

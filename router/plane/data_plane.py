@@ -416,7 +416,6 @@ class DataPlane:
             "",
             b"",
             b"",
-            None,
             (),
             ((CLIENT_HEADER, address),),
             (),

@@ -290,7 +290,6 @@ class PlaneRelay:
                 origin.host if origin.tls else "",
                 origin.host_header,
                 origin.target_prefix,
-                None,  # the client's target
                 attempt.request_headers,
                 request.added,
                 attempt.response_headers + request.response_headers,

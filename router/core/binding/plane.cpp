@@ -104,15 +104,13 @@ std::vector<Address> addresses_of(nb::handle hosts, int port) {
 // Connects to one of `hosts`, addresses, and `port`; to a Unix socket where it is a path. Uses TLS with
 // a server of the name `secure_host`, if that is not empty.
 void forward(Plane& plane, ExchangeId id, std::string origin, nb::handle hosts, int port,
-             std::string secure_host, nb::handle authority, nb::handle base_path, nb::handle target,
-             nb::handle replaced,
-             nb::handle added, nb::handle reported, nb::handle body,
+             std::string secure_host, nb::handle authority, nb::handle base_path,
+             nb::handle replaced, nb::handle added, nb::handle reported, nb::handle body,
              std::tuple<double, double, double> timeouts, int flags, int dialect) {
     Forward made;
     made.to = std::make_shared<Server>(Server{std::move(origin), addresses_of(hosts, port),
                                               std::move(secure_host), text_of(authority),
                                               text_of(base_path), {}});
-    made.target = optional_text(target);
     for (nb::handle each : replaced) {
         made.replaced.emplace_back(text_of(each[0]), optional_text(each[1]));
     }
@@ -358,7 +356,7 @@ void kvroute::binding::bind_plane(nb::module_& module) {
         .def("take", &events_of)
         .def("sum_up", &kvroute::binding::sum_up)
         .def("forward", &forward, nb::arg("id"), nb::arg("origin"), nb::arg("hosts"),
-             nb::arg("port"), nb::arg("secure_host"), nb::arg("authority"), nb::arg("base_path"), nb::arg("target").none(),
+             nb::arg("port"), nb::arg("secure_host"), nb::arg("authority"), nb::arg("base_path"),
              nb::arg("replaced"), nb::arg("added"), nb::arg("reported"), nb::arg("body").none(),
              nb::arg("timeouts"), nb::arg("flags"), nb::arg("dialect"))
         .def("place", &place, nb::arg("id"), nb::arg("model"), nb::arg("tokens"),

@@ -131,7 +131,7 @@ void Client::compose_request(const Forward& forward, std::string& out) const {
     out += method;
     out += ' ';
     out += forward.to->base_path;
-    out += forward.target ? sv(*forward.target) : head_.origin_form;
+    out += head_.origin_form;
     out += " HTTP/1.1\r\n";
     if (!forward.to->authority.empty()) http::append_field(out, "host", forward.to->authority);
     std::string lines;

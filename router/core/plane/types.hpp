@@ -66,7 +66,6 @@ struct Server {
 // One attempt: where the request goes, and what is changed on its way there and back.
 struct Forward {
     std::shared_ptr<const Server> to;
-    std::optional<std::string> target;  // in place of the client's
     std::vector<std::pair<std::string, std::optional<std::string>>> replaced;  // nothing: removed
     Fields added;             // after the client's
     Fields reported;          // in the response, in place of the replica's, besides the server's

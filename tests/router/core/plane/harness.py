@@ -134,7 +134,7 @@ class Served:
             return
         self.plane.forward(
             *(number, f"{way.secure_host}:{way.port}", list(way.hosts), way.port, way.secure_host),
-            *(b"replica", b"", None, (), (), (), None, way.timeouts, way.flags, 0),
+            *(b"replica", b"", (), (), (), None, way.timeouts, way.flags, 0),
         )
 
     def run(self, stop: threading.Event) -> None:

@@ -119,7 +119,6 @@ def answer(plane: Any, event: tuple[Any, ...], port: int, secure_host: str) -> N
                 secure_host,
                 b"replica",
                 b"",
-                None,
                 (),
                 ((b"x-a", b"b"),),
             ),
