@@ -51,7 +51,9 @@ class AskedEndpoints:
     """The only topic that replies may carry; None allows any."""
     sockets: SocketLimits
     limits: ReplayLimits
-    _snapshots_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+    _snapshots_at: deque[float] = field(
+        init=False, default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE)
+    )
 
     @property
     def no_answer(self) -> str:
