@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What msgspec raises for bytes that it cannot read: its errors, and Python's for values that are
+"""Raised by msgspec for bytes that it cannot read: its errors, and Python's for values that are
 nested too deep and for text that is not UTF-8."""
 
 

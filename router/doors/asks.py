@@ -46,7 +46,7 @@ class Key:
 
     @property
     def in_line(self) -> tuple[str, str | None, float]:
-        """What places its requests in a line: holder, class and share."""
+        """The place of its requests in a line: holder, class and share."""
         return self.name, self.priority, self.share
 
 

@@ -105,7 +105,7 @@ def _callers(guard: Guard) -> Callable[[Mapping[bytes, bytes]], Key]:
 
 @dataclass(eq=False, repr=False)
 class _Shown:
-    """What the server shows and trusts. `keep_fresh` looks whether a file has changed."""
+    """The server's certificate and authorities. `keep_fresh` looks whether a file has changed."""
 
     files: Certificate
 

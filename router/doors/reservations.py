@@ -116,7 +116,7 @@ class ReservationObserver(ResponseObserver, Protocol):
     """Receives the same of a request that its gateway sends."""
 
     request: RoutedRequest
-    """As the log shows it."""
+    """The request in the log."""
 
     def response_tokens(self) -> int | None:
         """The generated tokens; None without a response."""

@@ -79,7 +79,7 @@ class PlaneExchange:
     path: str = field(init=False)
     query: bytes = field(init=False)
     scope: Scope = field(init=False)
-    """What ASGI's scope has of it, for keys and the access log."""
+    """The part of ASGI's scope that keys and the access log read."""
     more_body: bool = True
     is_gone: bool = False
     response_started: bool = False

@@ -39,7 +39,7 @@ class End(Enum):
 
 
 class ProxyRequest(msgspec.Struct, frozen=True):
-    """What becomes of a client's request on its way to a replica; the core has the rest of it."""
+    """The changes to a client's request on its way to a replica; the core has the rest of it."""
 
     body: bytes
     """The bytes to send, which may differ from what the client sent."""

@@ -35,7 +35,7 @@ class Endpoint(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForm:
-    """What is particular to a form. The defaults are safe with any engine: nothing is written into
+    """The particulars of a form. The defaults are safe with any engine: nothing is written into
     the body."""
 
     operation: str | None

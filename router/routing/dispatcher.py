@@ -180,7 +180,7 @@ class Dispatcher:
         return self._decide(decision.asked, replicas, tokens, decision.prompts)
 
     def _replicas_of(self, decision: Decision) -> Mapping[str, Replica]:
-        """Who could serve a request now, whatever their state."""
+        """The replicas that could serve a request now, whatever their state."""
         asked = decision.asked
         if not isinstance(asked, Asked) or asked.spec.stored_response is not None:
             return decision.replicas

@@ -91,7 +91,7 @@ class ModelSet:
         return self._models[name].index
 
     def tokenization_of(self, model: Model) -> Tokenization:
-        """What turns prompts for a model into token ids. One that was forgotten meanwhile was not
+        """Return the tokenisation of a model's prompts. One that was forgotten meanwhile was not
         configured: its replicas tokenise."""
         found = self._tokenizations.get(model.name)
         return self._at_replica(model) if found is None else found

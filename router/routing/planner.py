@@ -63,7 +63,7 @@ _OBSTACLES = (
     BEING_PROBED,
     "removed",
 )
-"""As `Obstacle` of core/decide/fleet.hpp counts them."""
+"""Sentences for `Obstacle` of core/decide/fleet.hpp, by its number."""
 
 
 @dataclass(frozen=True, slots=True)

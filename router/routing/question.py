@@ -55,7 +55,7 @@ class Placement:
 
     question: RankQuestion
     candidate: Candidate
-    """As it was ranked."""
+    """The ranked candidate, with its hit."""
     source: SourceId | None
     """The cache that it meets there; None: the engine chooses."""
     uncached_tokens: int

@@ -187,7 +187,7 @@ class PlaneCertificates:
     def __init__(self, listener: Certificate | None, replicas: Certificate | None) -> None:
         self._listener, self._replicas = listener, replicas
         self.known = list(filter(None, [listener, replicas]))
-        """Those whose files are watched."""
+        """The certificates whose files are watched."""
         self.secured = Secured()
         try:
             load_openssl()

@@ -45,7 +45,8 @@ class ReplicaFollower(ReplicaListener):
 
     def __post_init__(self) -> None:
         self.give_up: Callable[[str, float], object] = lambda _origin, _for_s: None
-        """Ends the data plane's requests at an origin."""
+        """Ends the data plane's requests at an origin that were silent for at least so many
+        seconds."""
         self.on_gone: Callable[[str], object] = lambda _: None
         """Ends the gateways' reservations at a replica."""
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()

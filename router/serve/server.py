@@ -106,7 +106,7 @@ _MAX_RESERVED_FILES = 64
 _THREADS = 8
 """For files, large bodies and pages: what would hold the event loop up."""
 _EXIT_REFUSED = 2
-"""As for every refused command line."""
+"""The same as for every refused command line."""
 
 
 # --- the application ------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ class RequestObserver(ProxyObserver):
     _of_all: RequestObservers
     decision: Decision
     request: RoutedRequest
-    """As the log shows it."""
+    """The request in the log."""
     waited_s: float = 0.0
     """For room at a replica, before it was sent."""
     usage: UsageReader = field(default_factory=UsageReader)
@@ -306,7 +306,7 @@ class RequestObserver(ProxyObserver):
     exemplar: str | None = None
     """The id of its trace, where that is recorded."""
     _trace: RequestTrace | None = None
-    """That trace, which records its attempts."""
+    """The trace, which records its attempts."""
     _queries: tuple[tuple[Tap, int], ...] = ()
     _booking: Booking | None = None
     """From the first time that it is sent."""
@@ -448,8 +448,8 @@ class RequestObserver(ProxyObserver):
         self._of_all.log.finish(self.request)
 
     def response_tokens(self) -> int | None:
-        """Those that the engine reported, or else about so many as there were events; None without
-        a response."""
+        """Return the tokens that the engine reported, or else about one for each event; None
+        without a response."""
         if self._responded is None:
             return None
         reported = self.usage.usage().completion_tokens

@@ -52,8 +52,8 @@ _KVROUTE = "kvroute"
 _KEEP, _KEEP_END = "kvroute_keep", "kvroute_keep_end"
 _REPORT_MODE = "kv_cache_report_mode"
 _ESCAPE = re.compile(rb"\\u00(?:[67][0-9a-fA-F]|5[fF])")
-"""What could spell a letter of these names: a-z are U+0061 to U+007A, _ is U+005F. Text outside
-ASCII is escaped with other numbers, so bodies full of it are not searched."""
+"""Finds escapes that could spell a letter of these names: a-z are U+0061 to U+007A, _ is U+005F.
+Text outside ASCII is escaped with other numbers, so bodies full of it are not searched."""
 
 
 class HintForm(Enum):
