@@ -67,7 +67,7 @@ native: $(NATIVE)
 TIDY_ROOMS ?= decide http index mirror plane tls binding
 tidy: $(INSTALLED)
 	$(BIN)/cmake -S router/core -B build/clang --log-level=WARNING -DCMAKE_CXX_COMPILER=clang++ -DKVROUTE_WERROR=ON \
-	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	    -DCMAKE_UNITY_BUILD=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build build/clang --parallel 2
 	ls $(TIDY_ROOMS:%=router/core/%/*.cpp) | xargs -P 2 -n 1 clang-tidy --quiet -p build/clang
 

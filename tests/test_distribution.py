@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.native import QUICK_BUILD
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
-QUICK = {
-    "SKBUILD_CMAKE_DEFINE": "CMAKE_UNITY_BUILD=ON;CMAKE_CXX_FLAGS_RELEASE=-O0",
-    "CMAKE_GENERATOR": "Unix Makefiles",
-}
-"""The core is only looked for; and no Ninja is needed, which is not among the dependencies."""
 NOT_SOURCE = shutil.ignore_patterns(
     ".*_cache", ".hypothesis", ".venv*", "*.so", "__pycache__", "build", "dist"
 )
@@ -51,7 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--no-isolation", "--outdir", str(directory), str(directory / "source")]
     done = subprocess.run(
         [sys.executable, "-m", "build", *arguments],
-        env={**os.environ, **QUICK},
+        env={**os.environ, **QUICK_BUILD},
         capture_output=True,
         text=True,
         check=False,

@@ -24,6 +24,7 @@ from tests.deploy.files import (
     tool,
     version,
 )
+from tests.support.native import QUICK_BUILD
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 TARGETS = ("engine", "router")
@@ -161,6 +162,8 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     succeeds(
+        "env",
+        *(f"{name}={value}" for name, value in QUICK_BUILD.items()),
         *pip,
         "--no-index",
         "--no-deps",

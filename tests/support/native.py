@@ -16,6 +16,12 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "router" / "core"
 OBJECTS = Path(__file__).parents[2] / "build" / "objects"
+QUICK_BUILD = {
+    "SKBUILD_CMAKE_DEFINE": "CMAKE_CXX_FLAGS_RELEASE=-O0",
+    "CMAKE_GENERATOR": "Unix Makefiles",
+}
+"""Environment of an installation whose speed does not matter; it needs no Ninja, which is not among
+the dependencies."""
 
 
 def compiler() -> str | None:

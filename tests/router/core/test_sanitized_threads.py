@@ -36,7 +36,7 @@ def module(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -g1 -fsanitize=thread")
     python = f"-DPython_EXECUTABLE={sys.executable}"
     for command in (
-        (cmake, "-S", str(CORE), "-B", str(folder), "-DCMAKE_UNITY_BUILD=ON", *options, python),
+        (cmake, "-S", str(CORE), "-B", str(folder), *options, python),
         (cmake, "--build", str(folder)),
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
