@@ -159,6 +159,9 @@ class SourceFeed:
     # --- what the subscriber calls ----------------------------------------------------------------
 
     def apply(self, batch: Batch) -> Effect:
+        if not self._is_followed:
+            # The loop may call for a batch before the task ends: it must not add the source again.
+            return Effect.KEPT
         if self.taps:
             for tap in self.taps.of(self.source):
                 tap.batch(batch.payload)
@@ -193,6 +196,8 @@ class SourceFeed:
             _log.error("replica %s rank %d: %s", *self.source, found.key_problem)
 
     def clear(self, reason: str) -> None:
+        if not self._is_followed:
+            return
         _log.info("replica %s rank %d: start from nothing (%s)", *self.source, reason)
         self._applied.cleared += 1
         self.taps.end(self.source, f"the stream starts from nothing: {reason}")

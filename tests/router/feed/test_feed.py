@@ -26,6 +26,7 @@ from router.index.index import PrefixIndex
 from router.index.layout_learner import LayoutHints
 from tests.support.blocks import FULL, Prefix, copies_held
 from tests.support.following import QUICK
+from tests.support.publishing import until
 from tests.support.vllm_publisher import VllmPublisher, seq_frame
 from tests.support.waiting import eventually
 
@@ -181,6 +182,36 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         follow(feed, A, publisher)
         await until_live(feed, A, 0)
         assert models.hit(A) == Hit(64, 64)
+
+
+async def test_a_batch_that_comes_as_its_source_is_removed_does_not_bring_it_back(
+    feed: Feed, models: Models
+) -> None:
+    """Until the subscriber's task has ended, the loop gives it what arrives. A source that came
+    back so would stay in the index for good."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(32))
+        await until_live(feed, A, 0)
+        subscriber = feed._sources[A]._subscriber
+        assert subscriber is not None
+
+        def waits_for_batches() -> bool:
+            live = subscriber._live
+            take = live and live.connection.on_readable
+            return take is not None and take.__name__ == "_on_readable"
+
+        await eventually(waits_for_batches, "the end of the first look at the ring")
+        assert subscriber._live is not None
+        connection = subscriber._live.connection
+        removing = asyncio.ensure_future(feed.remove(A))
+        await asyncio.sleep(0)
+        publisher.publish(stored(64, 32))
+        until(connection.has_more, "the batch has arrived")
+        assert connection.on_readable is not None
+        connection.on_readable()
+        await removing
+        assert not models("one").holds(A)
 
 
 class SlowlyTidied(PrefixIndex):
