@@ -33,6 +33,8 @@ class EngineStep(NamedTuple):
     events: tuple[Event, ...]
     state: tuple[Event, ...] | None
     """Everything in the cache after it, where the state kept here has to start over; else None."""
+    losses: int = 0
+    """The losses known when *state* was taken."""
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +66,7 @@ class CacheSource:
         item = self._shown(item)
         payload, events = self._encode_valid(item.ts, item.events)
         state = None if item.state is None else self._encode_valid(item.ts, item.state)[1]
-        self._note(EngineStep(item.ts, events, state))
+        self._note(EngineStep(item.ts, events, state, item.losses))
         return payload
 
     def note(self, item: EngineStep) -> None:
@@ -75,7 +77,7 @@ class CacheSource:
         if self.hash_key is None:
             return item
         state = None if item.state is None else self._sealed(item.state, self.hash_key)
-        return EngineStep(item.ts, self._sealed(item.events, self.hash_key), state)
+        return EngineStep(item.ts, self._sealed(item.events, self.hash_key), state, item.losses)
 
     def _sealed(self, events: Sequence[Event], key: HashKey) -> tuple[Event, ...]:
         shown = [self._sealed_one(event, key) for event in events]
@@ -108,6 +110,8 @@ class CacheSource:
             self.state.apply(item.events)
         else:
             self.state.reset(item.state)
+            # One more may be of an item behind this step: a loss is known before what is queued.
+            self.state.is_complete = self.losses == item.losses
 
     def note_loss(self) -> None:
         """Refuse snapshots from now on, until a step brings the whole state."""

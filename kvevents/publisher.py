@@ -160,7 +160,7 @@ class ZmqEventPublisher(EventPublisher):
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
         assert self._present_state is not None
         losses = self._source.losses
-        step = EngineStep(time.time(), tuple(events), tuple(self._present_state()))
+        step = EngineStep(time.time(), tuple(events), tuple(self._present_state()), losses)
         is_sent = self._stream.offer(step) is OfferResult.SENT
         if is_sent:
             self._made_up_losses = losses

@@ -123,7 +123,7 @@ def test_after_each_loss_the_whole_state_is_due() -> None:
     source.payload(EngineStep(0.0, (replace(OURS, block_hashes=[[1]]),), None))  # type: ignore[list-item]
     assert source.losses == 1
     assert not source.state.is_complete
-    source.payload(EngineStep(0.0, (), (OURS,)))
+    source.payload(EngineStep(0.0, (), (OURS,), source.losses))
     assert source.state.is_complete
     assert source.state.blocks == len(OURS.block_hashes)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvevents.cache_source import CacheSource, EngineStep
 from kvevents.codec import decode
 from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.events import (
@@ -550,6 +551,58 @@ def test_an_engine_that_reports_its_state_makes_snapshots_right_again(client: Cl
         settle(publisher, len(held))
         assert asked == []
         assert publisher.statistics().state_blocks == len(held)
+
+
+def test_a_state_that_waited_while_more_was_lost_does_not_make_snapshots_right(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread hears of a loss before it takes what was queued: the state that was presented then
+    may lack what was lost behind it."""
+    allowed = threading.Semaphore(0)
+
+    def after_a_permit(name: str) -> None:
+        takes = getattr(CacheSource, name)
+
+        def waits(source: CacheSource, item: EngineStep) -> object:
+            assert allowed.acquire(timeout=DEADLINE_S)
+            return takes(source, item)
+
+        monkeypatch.setattr(CacheSource, name, waits)
+
+    after_a_permit("payload")
+    after_a_permit("note")
+    held: list[int] = []
+
+    def present_state() -> list[Event]:
+        return [event for number in held for event in stored(number)]
+
+    config = replace(QUIET, max_queue_size=2)
+    with ZmqEventPublisher(config, LAYOUT, present_state=present_state) as slow:
+
+        def until_waiting(count: int) -> None:
+            until(lambda: slow.statistics().stream.queue_depth == count, f"{count} wait")
+
+        def step(*depths: int) -> None:
+            """Publish a step for each; then so many wait."""
+            for depth in depths:
+                held.append(len(held))
+                slow.publish(stored(held[-1]))
+                until_waiting(depth)
+
+        step(0, 1, 2, 3, 4, 4)  # the first is being written, the last is lost
+        for left in (3, 2, 1):
+            allowed.release()
+            until_waiting(left)
+        step(2, 3, 4, 4)  # the first has the state, the last is lost again
+        assert slow.statistics().stream.lost == 2
+        allowed.release(5)
+        settle(slow, len(held))
+        assert client.dealer(slow.replay_endpoint).answer(SNAPSHOT) == []
+        allowed.release()
+        step(0)
+        settle(slow, len(held))
+        snapshot = client.dealer(slow.replay_endpoint).answer(SNAPSHOT)
+        assert index_of(snapshot) == {(0, "GPU"): dict.fromkeys(held, 1)}
 
 
 # --- hostile and slow clients ---------------------------------------------------------------------
