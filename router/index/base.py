@@ -74,7 +74,8 @@ class ApplyResult(msgspec.Struct, gc=False):
     problem: str | None = None
     """Place and rule of the first event left out that matters."""
     given_up: int = 0
-    """Runs that waited too long, or were too many, to still learn their prefix."""
+    """Runs that waited too long, or were too many, to still learn their prefix, and of which blocks
+    are held."""
     cleared: bool = False
     """The GPU was emptied as a whole."""
     layout_changed: bool = False
@@ -139,7 +140,7 @@ class WaitingStatistics:
     """Events that wait for their parent block."""
     tokens: int
     given_up: int
-    """Runs given up so far."""
+    """Such runs given up since the source was last known to hold nothing."""
 
 
 @dataclass(frozen=True, slots=True)

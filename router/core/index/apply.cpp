@@ -99,7 +99,9 @@ void Applier::apply_all(Source& of, const std::vector<u32>& opaque, Applied& res
             clear_tier(of, event, result);
         }
     }
-    result.given_up = of.waiting.trim(limits_, of.batches);
+    result.given_up = of.waiting.trim(limits_, of.batches, [&](const WaitingRun& run) {
+        return is_unplaced(of, run.hashes);
+    });
 }
 
 // Fetches the memory that the look-ups of an event's first hashes will read.
@@ -302,8 +304,12 @@ void Applier::clear_tier(Source& of, const Event& event, Applied& result) {
     result.cleared = true;
     of.copy_watch.forget();
     of.removals = 0;
-    // With nothing left there is nothing that could be wrong.
-    of.has_lost_removals &= of.entries > 0;
+    // With nothing left there is nothing that could be wrong, or missing.
+    if (of.entries) return;
+    of.has_lost_removals = false;
+    if (of.has_shared) return;
+    of.has_overflowed = false;
+    of.waiting.given_up = 0;
 }
 
 }  // namespace kvroute

@@ -79,6 +79,7 @@ private:
                            std::vector<std::pair<Key, WaitingRun>>& ready);
     void wait_for_parent(Source& of, const Event& event, u32 block_size, bool is_below);
 
+    bool is_unplaced(const Source& of, std::span<const u64> hashes) const;
     Index& index_;
     NodeTables& nodes_;
     const KeySpace& space_;

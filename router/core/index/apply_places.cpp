@@ -104,13 +104,15 @@ void Applier::wait_for_parent(Source& of, const Event& event, u32 block_size, bo
     // A known hash function shows at every look-up where a run belongs, unless a tier has hashes
     // of its own.
     if (of.has_chain && !is_below && event.lora.value_or("").empty()) return;
-    const std::span<const u64> hashes = hashes_of(event);
-    const bool needs_parent =
-        index_.unplaced_of(of, hashes) || index_.any_store(of, [&](const Source& store) {
-            return index_.unplaced_of(store, hashes) > 0;
-        });
-    if (!needs_parent) return;
+    if (!is_unplaced(of, hashes_of(event))) return;
     of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
 }
 
 }  // namespace kvroute
+// True where the source, or a store that it shares, holds one of the blocks without a place.
+bool Applier::is_unplaced(const Source& of, std::span<const u64> hashes) const {
+    return index_.unplaced_of(of, hashes) || index_.any_store(of, [&](const Source& store) {
+               return index_.unplaced_of(store, hashes) > 0;
+           });
+}
+

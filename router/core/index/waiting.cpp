@@ -1,7 +1,5 @@
 #include "index/waiting.hpp"
 
-#include <algorithm>
-
 namespace kvroute {
 
 u64 WaitingRun::weight() const {
@@ -35,17 +33,12 @@ std::vector<WaitingRun> WaitingRuns::take(u64 parent) {
     return taken;
 }
 
-u64 WaitingRuns::trim(const Limits& limits, u64 batch) {
-    const u64 before = given_up;
-    while (!by_parent_.empty()) {
-        while (!is_current(order_.front())) order_.pop_front();
-        const u64 parent = order_.front().parent;
-        const u64 oldest = by_parent_[parent].runs.front().batch;
-        const bool is_too_old = oldest + limits.waiting_batches < batch;
-        if (!is_too_old && runs <= limits.waiting_runs && tokens <= limits.waiting_tokens) break;
-        given_up += take(parent).size();
-    }
-    return given_up - before;
+bool WaitingRuns::is_over(const Limits& limits, u64 batch) {
+    if (by_parent_.empty()) return false;
+    while (!is_current(order_.front())) order_.pop_front();
+    const u64 oldest = by_parent_[order_.front().parent].runs.front().batch;
+    return oldest + limits.waiting_batches < batch || runs > limits.waiting_runs ||
+           tokens > limits.waiting_tokens;
 }
 
 bool WaitingRuns::is_current(const Place& place) const {

@@ -1,6 +1,8 @@
 // Blocks whose place is unknown yet, since the block before them is unknown.
 #pragma once
 
+#include <algorithm>
+
 #include "index/bounded_map.hpp"
 #include "index/limits.hpp"
 
@@ -24,7 +26,7 @@ struct WaitingRun {
 class WaitingRuns {
 public:
     u64 runs = 0, tokens = 0;  // that wait; the latter by weight
-    u64 given_up = 0;          // runs, so far
+    u64 given_up = 0;          // runs that are missed, so far
 
     explicit WaitingRuns(u64 secret) : by_parent_(0, SecretHash{secret}) {}
 
@@ -34,8 +36,17 @@ public:
     void add(u64 parent, WaitingRun&& run);
     std::vector<WaitingRun> take(u64 parent);
 
-    // Gives up the oldest until all bounds hold; returns how many. `batch`: the present one.
-    u64 trim(const Limits& limits, u64 batch);
+    // Gives up the oldest until all bounds hold; returns how many of them are missed: `is_missed(run)`
+    // of one whose blocks are all gone, or placed by others, is false. `batch`: the present one.
+    template <class IsMissed>
+    u64 trim(const Limits& limits, u64 batch, IsMissed&& is_missed) {
+        const u64 before = given_up;
+        while (is_over(limits, batch)) {
+            const std::vector<WaitingRun> oldest = take(order_.front().parent);
+            given_up += static_cast<u64>(std::count_if(oldest.begin(), oldest.end(), is_missed));
+        }
+        return given_up - before;
+    }
 
     // Calls `visit(parent, run)`, the oldest parent first.
     template <class Visit>
@@ -56,6 +67,8 @@ private:
         u64 number;
     };
 
+    // True where a bound does not hold; the oldest place is current then.
+    bool is_over(const Limits& limits, u64 batch);
     bool is_current(const Place& place) const;
     void forget_gone();
 

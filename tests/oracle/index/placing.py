@@ -114,12 +114,13 @@ class WaitingRuns:
         self.tokens -= sum(run.weight for run in runs)
         return runs
 
-    def trim(self, limits: SourceLimits, batch: int) -> int:
-        """Give up the oldest until all bounds hold; returns how many.
+    def trim(self, limits: SourceLimits, batch: int, is_missed: Callable[[BlockRun], bool]) -> int:
+        """Give up the oldest until all bounds hold; returns how many of them are missed.
 
         Args:
             limits: The bounds.
             batch: Number of the present batch.
+            is_missed: Whether one of a run's blocks is still held without a place.
         """
         before = self.given_up
         while self.by_parent:
@@ -131,7 +132,7 @@ class WaitingRuns:
                 and self.tokens <= limits.waiting_tokens
             ):
                 break
-            self.given_up += len(self.take(parent))
+            self.given_up += sum(map(is_missed, self.take(parent)))
         return self.given_up - before
 
     def statistics(self) -> WaitingStatistics:

@@ -225,7 +225,9 @@ class SourceCache:
             self._learn_layout(event)
         for event in batch.events:
             self._apply_event(event, result)
-        result.given_up = self.waiting.trim(self.limits, self.batches)
+        result.given_up = self.waiting.trim(
+            self.limits, self.batches, lambda run: self._is_unplaced(run.hashes)
+        )
         self._find_hash_function(batch)
         result.layout_changed = self.layout != layout_before
         result.has_lower_tiers = self.table.has_lower_tiers or self.has_shared
@@ -255,8 +257,10 @@ class SourceCache:
                 result.cleared = True
                 self.copies.forget()
                 self.removals = 0
-                # With nothing left there is nothing that could be wrong.
+                # With nothing left there is nothing that could be wrong, or missing.
                 self.has_lost_removals &= bool(self.table)
+                if not self.table and not self.has_shared:
+                    self.has_overflowed, self.waiting.given_up = False, 0
 
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
         self.shows_extra_keys |= event.extra_keys is not None or event.cache_salt is not None
@@ -379,8 +383,12 @@ class SourceCache:
         shows it at every look-up, unless a tier has hashes of its own."""
         if self.finder.chain is not None and event.tier == GPU and not event.lora_name:
             return False
+        return self._is_unplaced(event.block_hashes)
+
+    def _is_unplaced(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether it, or a store that it shares, holds one of these blocks without a place."""
         tables = (self.table, *(store.table for store in self.stores))
-        return any(table.unplaced_of(event.block_hashes) for table in tables)
+        return any(table.unplaced_of(hashes) for table in tables)
 
     def _is_opaque(self, event: BlockStored) -> bool:
         """Whether something the event hides goes into its hashes, such as a salt before vLLM 0.17.

@@ -534,6 +534,37 @@ def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_ag
     assert gpu_hit(index, tokens(32, first=100_000)) == 32
 
 
+def test_a_run_whose_blocks_are_gone_is_not_missed(implementation: Implementation) -> None:
+    """Nothing is held that no prompt can find: the source must not count as incomplete, long after
+    the cache was cleared."""
+    index = index_with(implementation, waiting_batches=2)
+    apply(index, orphan(0), orphan(1), orphan(2))
+    apply(index, BlockRemoved(orphan(0).block_hashes, GPU, 0))
+    for _ in range(3):
+        apply(index)
+    assert (statistics(index).waiting.runs, statistics(index).waiting.given_up) == (0, 2)
+    apply(index, orphan(3), orphan(4))
+    apply(index, AllBlocksCleared())
+    for _ in range(3):
+        assert not apply(index).is_incomplete
+    assert (statistics(index).waiting.runs, statistics(index).waiting.given_up) == (0, 0)
+
+
+def test_a_source_that_was_cleared_as_a_whole_is_not_incomplete(
+    implementation: Implementation,
+) -> None:
+    """What was refused, or given up, is gone with all the rest."""
+    index = index_with(implementation, blocks=6, waiting_runs=0)
+    apply(index, PROMPT.stored(0, FULL))
+    apply(index, AllBlocksCleared(), orphan(0))
+    assert statistics(index).is_incomplete
+    apply(index, AllBlocksCleared())
+    assert not statistics(index).is_incomplete
+    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16]))
+    apply(index, AllBlocksCleared())
+    assert statistics(index).is_incomplete
+
+
 def test_no_choice_of_hashes_makes_waiting_slow(implementation: Implementation) -> None:
     """An engine chooses its hashes. Multiples of the sizes that the tables of C++'s library grow to
     have one place in them: with those, each run would walk over all others."""
@@ -605,8 +636,6 @@ def test_no_more_blocks_are_held_than_allowed_and_the_source_is_incomplete_from_
     assert (result.stored, result.overflow, result.skipped) == (6, 4, 4)
     assert statistics(index).blocks == {(0, GPU): 6}
     assert gpu_hit(index, PROMPT.tokens) == 96
-    assert statistics(index).is_incomplete
-    apply(index, AllBlocksCleared())
     assert statistics(index).is_incomplete
     index.clear(SOURCE)
     assert not statistics(index).is_incomplete
