@@ -47,17 +47,19 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
     parent: BlockHash | None
     packed_tokens: bytes
     lora_name: str | None
+    lora_id: int | None
     shows_extra_keys: bool
     extra_keys: Any
     lookahead: tuple[int, ...] | None
     cache_salt: str | None
 
     @property
-    def run_key(self) -> tuple[int, str | None, str | None, bool, bool]:
+    def run_key(self) -> tuple[int, str | None, int | None, str | None, bool, bool]:
         """The key of neighbours that can share one event."""
         return (
             len(self.packed_tokens),
             self.lora_name,
+            self.lora_id,
             self.cache_salt,
             self.shows_extra_keys,
             self.lookahead is None,
@@ -192,6 +194,7 @@ def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, 
                 parent=parent,
                 packed_tokens=packed[index * step : (index + 1) * step],
                 lora_name=event.lora_name,
+                lora_id=event.lora_id,
                 shows_extra_keys=event.extra_keys is not None,
                 extra_keys=extra_keys[index] if index < len(extra_keys) else None,
                 lookahead=tuple(lookaheads[index]) if index < len(lookaheads) else None,
@@ -356,6 +359,7 @@ def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
         parent_block_hash=first.parent,
         token_ids=unpack_tokens(b"".join(content.packed_tokens for content in contents)),
         lora_name=first.lora_name,
+        lora_id=first.lora_id,
         extra_keys=[content.extra_keys for content in contents] if first.shows_extra_keys else None,
         lookahead_token_ids=None
         if first.lookahead is None

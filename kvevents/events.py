@@ -102,7 +102,8 @@ class BlockStored(_InOneTier, _Event, frozen=True):
     block_size: int | None = None
     """Read if an engine sends it; our own events leave it out."""
     lora_id: int | None = None
-    """Read if an engine sends it; superseded by `lora_name`."""
+    """The engine's own number of the adapter. Read if an engine sends it; superseded by
+    `lora_name`, which vLLM has from 0.14 on."""
     lookahead_token_ids: list[list[int]] | None = None
     """vLLM >= 0.33 with speculative decoding: tokens after each block that its hash also covers."""
     cache_salt: str | None = None
@@ -114,6 +115,12 @@ class BlockStored(_InOneTier, _Event, frozen=True):
     """The secondary tier of the publisher, by an id of its configuration (vLLM >= 0.29)."""
 
     __hash__ = _Event.__hash__
+
+    @property
+    def adapter(self) -> str | int | None:
+        """The LoRA adapter of its blocks: the name, else the engine's own number; None: no
+        adapter."""
+        return self.lora_name or (self.lora_id if (self.lora_id or 0) > 0 else None)
 
     @property
     def tokens_per_block(self) -> int:

@@ -146,7 +146,7 @@ def _sample(event: BlockStored) -> _Sample | None:
     if (
         event.parent_block_hash is not None
         or not event.block_hashes
-        or event.lora_name
+        or event.adapter is not None
         or any(event.extra_keys or ())
     ):
         return None

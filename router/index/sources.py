@@ -94,7 +94,7 @@ class KnownSource:
             return False
         if event.parent_block_hash is not None or event.extra_keys is not None:
             return False
-        if event.lora_name or event.cache_salt or event.lookahead_token_ids:
+        if event.adapter is not None or event.cache_salt or event.lookahead_token_ids:
             return False
         size, wanted = event.tokens_per_block, event.block_hashes[0] if event.block_hashes else None
         if not size or wanted is None:

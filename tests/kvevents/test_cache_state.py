@@ -401,11 +401,13 @@ def test_runs_of_different_adapters_are_not_joined() -> None:
         [
             BlockStored([1], None, tokens(4), "GPU", 0),
             BlockStored([2], 1, tokens(4), "GPU", 0, lora_name="sql"),
+            BlockStored([3], 2, tokens(4), "GPU", 0, lora_id=7),
         ]
     )
-    assert [(event.block_hashes, event.lora_name) for event in stored(state)] == [
+    assert [(event.block_hashes, event.adapter) for event in stored(state)] == [
         ([1], None),
         ([2], "sql"),
+        ([3], 7),
     ]
 
 

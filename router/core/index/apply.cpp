@@ -11,8 +11,8 @@ namespace {
 // True where an event may hide something that goes into its hashes.
 bool may_be_opaque(const Source& of, const Event& event) {
     return of.has_chain && event.is_on_gpu && !event.parent && event.extra_keys.empty() &&
-           event.lora.value_or("").empty() && event.salt.value_or("").empty() &&
-           !event.has_lookahead && event.tokens_per_block();
+           !event.has_adapter() && event.salt.value_or("").empty() && !event.has_lookahead &&
+           event.tokens_per_block();
 }
 
 void collect_news(Source& of, const Event& event, std::vector<News>& out) {

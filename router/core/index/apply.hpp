@@ -70,6 +70,7 @@ private:
     u64 clear_shared(const Source& of, std::string_view tier);
 
     // apply_places.cpp: the prefixes of its blocks.
+    Key root_of(const Event& event) const;
     bool find_keys(Source& of, const Event& event, u32 block_size);
     void keys_of_run(const WaitingRun& run, Key parent);
     WaitingRun run_of(Source& of, const Event& event, u32 block_size, bool is_below);

@@ -4,11 +4,18 @@
 
 namespace kvroute {
 
+// Returns the key of the empty prefix. Under an adapter of which only the engine's number is known, it
+// is no prompt's: which name has the number is not.
+Key Applier::root_of(const Event& event) const {
+    if (!event.lora_id) return root_key(space_, event.lora.value_or(""));
+    return space_.root(space_.folded(space_.folded(4, 0), *event.lora_id));
+}
+
 // Writes the keys of a dense event's blocks into `keys_`; false where the parent's is not known.
 bool Applier::find_keys(Source& of, const Event& event, u32 block_size) {
     Key parent;
     if (!event.parent) {
-        parent = root_key(space_, event.lora.value_or(""));
+        parent = root_of(event);
     } else if (!index_.key_of(of, *event.parent, parent)) {
         return false;
     }
@@ -103,7 +110,7 @@ void Applier::place_and_release(Source& of, u64 hash, Key key, bool is_below,
 void Applier::wait_for_parent(Source& of, const Event& event, u32 block_size, bool is_below) {
     // A known hash function shows at every look-up where a run belongs, unless a tier has hashes
     // of its own.
-    if (of.has_chain && !is_below && event.lora.value_or("").empty()) return;
+    if (of.has_chain && !is_below && !event.has_adapter()) return;
     if (!is_unplaced(of, hashes_of(event))) return;
     of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
 }

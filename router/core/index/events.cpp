@@ -248,7 +248,7 @@ private:
             if (!read_number(number, kMaxSize)) return false;
             event.block_size = static_cast<u32>(number);
             return true;
-        case Field::lora_id: return reader_.skip_nil() || skip_integer();
+        case Field::lora_id: return reader_.skip_nil() || read_lora_id(event);
         case Field::lookahead: return reader_.skip_nil() || read_lookahead(event);
         case Field::salt: return read_name(event.salt, false, ~u64{0});
         case Field::counts: return reader_.skip_nil() || read_counts(event);
@@ -269,9 +269,10 @@ private:
             return false;
         }
         if (is_tier_clear && event.tier.data() == nullptr) return false;  // nil names no tier
+        if (!event.lora.value_or("").empty()) event.lora_id.reset();
         event.is_on_gpu = event.tier.empty() ? !is_tier_clear : is_same(event.tier, "gpu");
         event.has_root_sample &= event.type == EventType::stored && event.is_on_gpu &&
-                                 !event.parent && event.hashes && event.lora.value_or("").empty();
+                                 !event.parent && event.hashes && !event.has_adapter();
         return true;
     }
 
@@ -297,6 +298,13 @@ private:
         // As many bytes are at least as many characters.
         if (!is_canonical_ && text.size() > most) return false;
         out = text;
+        return true;
+    }
+
+    bool read_lora_id(Event& event) {
+        msgpack::Head head;
+        if (!reader_.head(head) || !is_integer(head)) return false;
+        if (head.kind == msgpack::Kind::unsigned_int && head.value) event.lora_id = head.value;
         return true;
     }
 

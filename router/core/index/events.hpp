@@ -33,6 +33,7 @@ struct Event {
     bool has_counts = false;
     u32 block_size = 0;                // as stated; 0 where it is not
     std::optional<std::string_view> lora;
+    std::optional<u64> lora_id;        // of an adapter that has no name
     std::optional<std::string_view> salt;
     std::string_view kind;             // empty where it is not stated
     u32 window = 0;                    // 0 where it is not stated
@@ -41,6 +42,8 @@ struct Event {
     bool has_lookahead = false;
     u32 lookahead = 0;                 // the longest list
     u32 first_tail = 0, tail = 0;      // the last list, in Batch::tails
+
+    bool has_adapter() const { return lora_id || !lora.value_or("").empty(); }
 
     // The block size, stated or implied, where every hash has its tokens; else 0.
     u32 tokens_per_block() const {

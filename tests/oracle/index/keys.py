@@ -85,9 +85,10 @@ class KeySpace:
         told = self.modulus.to_bytes(8, "big")
         return hashlib.blake2b(told, digest_size=8, person=b"key space").digest()
 
-    def root(self, lora_name: str | None) -> int:
-        """The key of the empty prefix, under a LoRA adapter or without one."""
-        return self._fold(1, digest(lora_name or ""))
+    def root(self, adapter: str | int | None) -> int:
+        """The key of the empty prefix, under a LoRA adapter or without one. One that events name by
+        a number alone is no prompt's: which name has the number is unknown."""
+        return self._fold(1, digest(adapter or ""))
 
     def chain(
         self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark] = ()

@@ -372,7 +372,7 @@ class SourceCache:
             return
         run = BlockRun.of(event, block_size, self.learner.lookahead, self.batches)
         parent = event.parent_block_hash
-        key = self._space.root(event.lora_name) if parent is None else self._key_of(parent)
+        key = self._space.root(event.adapter) if parent is None else self._key_of(parent)
         if key is not None:
             place_run(run, key, self._space, self._place_block, self.waiting)
         elif parent is not None and self._needs_parent(event):
@@ -381,7 +381,7 @@ class SourceCache:
     def _needs_parent(self, event: BlockStored) -> bool:
         """Whether only the parent's key can show where this run belongs. A known hash function
         shows it at every look-up, unless a tier has hashes of its own."""
-        if self.finder.chain is not None and event.tier == GPU and not event.lora_name:
+        if self.finder.chain is not None and event.tier == GPU and event.adapter is None:
             return False
         return self._is_unplaced(event.block_hashes)
 
@@ -398,7 +398,7 @@ class SourceCache:
             return False
         if event.parent_block_hash is not None or event.extra_keys is not None:
             return False
-        if event.lora_name or event.cache_salt:
+        if event.adapter is not None or event.cache_salt:
             return False
         chain = self.finder.chain
         if chain is None or self.layout is None or event.lookahead_token_ids:

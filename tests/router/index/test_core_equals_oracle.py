@@ -159,6 +159,7 @@ class Traffic:
             cache_salt=any_of(_SALTS) if not self.is_sane else None,
             locality=any_of([None, None, None, "LOCAL", "remote"]),
             ownership=any_of([None, None, "pool", "mine"]),
+            lora_id=any_of([None, None, None, -1, 0, 3]) if not self.is_sane else None,
         )
 
     def _removed(self, engine: int) -> BlockRemoved:
@@ -225,7 +226,7 @@ def _as_array(event: Event) -> list[Any]:
             event.parent_block_hash,
             event.token_ids,
             event.block_size,
-            None,
+            event.lora_id,
             event.medium,
             event.lora_name,
             event.extra_keys,

@@ -311,6 +311,31 @@ def test_lora_adapters_are_kept_apart(index: PrefixIndex) -> None:
     assert gpu_hit(index, tokens(160)) == 0
 
 
+def test_an_adapter_with_a_name_is_known_by_it(index: PrefixIndex) -> None:
+    """vLLM from 0.14 on sends both; the number is the engine's own affair."""
+    apply(index, replace(Prefix(tokens(160), lora="sql").stored(0, FULL), lora_id=7))
+    assert gpu_hit(index, tokens(160), lora_name="sql") == 160
+    assert gpu_hit(index, tokens(160)) == 0
+
+
+def test_an_adapter_that_has_only_a_number_is_not_taken_for_the_base_model(
+    index: PrefixIndex,
+) -> None:
+    """vLLM up to 0.13 names an adapter's blocks by the engine's own number for it alone. Which name
+    has it is unknown; but the blocks are of no use to the base model, whose hash is another."""
+    adapted, plain = Prefix(tokens(160), lora="sql"), Prefix(tokens(160))
+
+    def numbered(start: int, end: int, number: int) -> BlockStored:
+        stored = adapted.stored(0, FULL, start, end)
+        return replace(stored, lora_name=None, lora_id=number, extra_keys=None)
+
+    apply(index, numbered(0, 80, 7), numbered(80, 160, 7))
+    assert gpu_hit(index, tokens(160)) == 0
+    assert gpu_hit(index, tokens(160), lora_name="sql") == 0
+    apply(index, replace(plain.stored(0, FULL, 0, 64), lora_id=0, extra_keys=None))
+    assert gpu_hit(index, tokens(160)) == 64
+
+
 def sglang(prompt: Prefix, salt: str | None, start: int = 0) -> BlockStored:
     """A run as SGLang tells of it: no group, and the salt by its own name in every run."""
     stored = prompt.stored(0, FULL, start, medium="GPU")
