@@ -21,7 +21,15 @@ import msgspec
 
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+)
 from kvevents.sealing import held_key
 from router._core import Core, HitMap, SharedIndex
 from router.index.base import (
@@ -544,7 +552,10 @@ def _drawn_from(secret: bytes) -> bytes:
 
 
 def _canonical(event: Event) -> Event:
-    """Return the event with its tier spelled out."""
+    """Return the event with its tier spelled out, but for a clear that names none: it may mean
+    several."""
     assert not isinstance(event, CacheLayout)
     tier = event.tier
-    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)
+    if event.medium == tier or (isinstance(event, AllBlocksCleared) and not event.medium):
+        return event
+    return msgspec.structs.replace(event, medium=tier)

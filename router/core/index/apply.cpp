@@ -292,6 +292,12 @@ bool Applier::is_int_hash(const u64* hash) const {
 }
 
 void Applier::clear_tier(Source& of, const Event& event, Applied& result) {
+    // SGLang's flush empties its host memory too, and announces both as one. Engines that announce a
+    // layout name each tier.
+    if (event.tier.empty() && event.is_on_gpu && !of.is_announced) {
+        const u32 host = of.tier_named("CPU_PINNED");
+        if (host != kNone) result.removed += index_.clear(of, host);
+    }
     const u32 tier = event.is_on_gpu ? 0 : of.tier_named(event.tier);
     if (tier != kNone) {
         const bool is_large = index_.may_move_out(of, tier);

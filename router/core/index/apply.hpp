@@ -79,8 +79,8 @@ private:
     void place_and_release(Source& of, u64 hash, Key key, bool is_below,
                            std::vector<std::pair<Key, WaitingRun>>& ready);
     void wait_for_parent(Source& of, const Event& event, u32 block_size, bool is_below);
-
     bool is_unplaced(const Source& of, std::span<const u64> hashes) const;
+
     Index& index_;
     NodeTables& nodes_;
     const KeySpace& space_;

@@ -115,7 +115,6 @@ void Applier::wait_for_parent(Source& of, const Event& event, u32 block_size, bo
     of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
 }
 
-}  // namespace kvroute
 // True where the source, or a store that it shares, holds one of the blocks without a place.
 bool Applier::is_unplaced(const Source& of, std::span<const u64> hashes) const {
     return index_.unplaced_of(of, hashes) || index_.any_store(of, [&](const Source& store) {
@@ -123,3 +122,4 @@ bool Applier::is_unplaced(const Source& of, std::span<const u64> hashes) const {
            });
 }
 
+}  // namespace kvroute

@@ -251,6 +251,8 @@ class SourceCache:
         elif isinstance(event, BlockRemoved):
             self._remove(_removed_with_short_hashes(event), result)
         elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)):
+            if isinstance(event, AllBlocksCleared) and not event.medium:
+                result.removed += self._clear_host_memory()
             result.removed += self.table.clear(event.tier)
             result.removed += self.stores.clear(event.tier)
             if event.tier == GPU:
@@ -261,6 +263,11 @@ class SourceCache:
                 self.has_lost_removals &= bool(self.table)
                 if not self.table and not self.has_shared:
                     self.has_overflowed, self.waiting.given_up = False, 0
+
+    def _clear_host_memory(self) -> int:
+        """SGLang's flush empties its host memory too, and announces both as one. Engines that
+        announce a layout name each tier."""
+        return 0 if self.learner.announced else self.table.clear("CPU_PINNED")
 
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
         self.shows_extra_keys |= event.extra_keys is not None or event.cache_salt is not None

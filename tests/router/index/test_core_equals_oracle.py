@@ -47,7 +47,7 @@ from tests.support.index import (
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
 
 _TOKENS = 3
-_MEDIA = [None, "GPU", "gpu", "CPU", "cpu", "DISK", "", "STORAGE", "PÄD"]
+_MEDIA = [None, "GPU", "gpu", "CPU", "cpu", "CPU_PINNED", "", "STORAGE", "PÄD"]
 _KINDS = [None, "full_attention", "mamba", "sliding_window", "chunked_local_attention", "x", ""]
 _LORAS = [None, None, None, "", "sql", "ädapter"]
 _SALTS = [None, None, None, None, "tenant", ""]

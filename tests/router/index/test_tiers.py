@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvevents.codec import encode
 from kvevents.events import (
     AllBlocksCleared,
     BlockStored,
@@ -14,6 +16,7 @@ from kvevents.events import (
     Event,
     EventBatch,
     GroupSpec,
+    TierBlocksCleared,
 )
 from kvevents.layout import KVCacheGroup
 from router.index.base import SourceLimits
@@ -460,6 +463,32 @@ def test_what_a_tier_announces_uses_up_no_search_for_the_gpus_hash_function(
 
 
 # --- what is remembered of blocks that went -------------------------------------------------------
+
+
+def test_a_flush_of_sglang_empties_its_host_memory_too(implementation: Implementation) -> None:
+    """It frees both and sends one event, which names neither. What it stores there again would
+    otherwise have two copies, of which one goes."""
+    index = implementation.create(None)
+    below = [PROMPT.stored(0, FULL, medium=tier) for tier in ("CPU_PINNED", "DISK")]
+    flush = EventBatch(0.0, [AllBlocksCleared()], 0)
+    for payload in (encode(flush), msgspec.msgpack.encode([0.0, [["AllBlocksCleared"]], 0]), flush):
+        apply(index, PROMPT.stored(0, FULL), *below)
+        assert index.apply(SOURCE, payload).removed == 50
+        assert index.statistics()[SOURCE].blocks == {(0, "DISK"): 25}
+        apply(index, PROMPT.removed(0, range(16, 401, 16), "DISK"))
+    apply(index, PROMPT.stored(0, FULL), *below, TierBlocksCleared("GPU"))
+    assert index.statistics()[SOURCE].blocks == {(0, "CPU_PINNED"): 25, (0, "DISK"): 25}
+
+
+def test_a_clear_of_an_engine_that_announces_its_layout_empties_what_it_names_alone(
+    implementation: Implementation,
+) -> None:
+    """Such an engine clears each tier by its name, whatever it calls them."""
+    index = implementation.create(None)
+    layout = CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16)
+    apply(index, layout, PROMPT.stored(0, FULL), PROMPT.stored(0, FULL, medium="CPU_PINNED"))
+    apply(index, AllBlocksCleared())
+    assert index.statistics()[SOURCE].blocks == {(0, "CPU_PINNED"): 25}
 
 
 @pytest.mark.parametrize("at_once", [2, 4096])
