@@ -302,17 +302,30 @@ def _read_stored(fields: dict[str, Any], place: str) -> Event:
     if isinstance(fields.get("lora_name"), dict):
         fields |= {"lora_name": None, "cache_salt": fields["lora_name"].get("cache_salt")}
     token_ids = fields.get("token_ids")
-    fields["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
+    if token_ids is None:
+        fields["token_ids"] = []
+    elif isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
+        fields |= _from_pairs(token_ids, fields["block_hashes"], place)
     return _read_fields(BlockStored, fields, place)
 
 
-def _plain_tokens(token_ids: Any, place: str) -> Any:
-    """Return the prompt's tokens; SGLang with EAGLE writes `(token, next token)` pairs."""
-    if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
-        if not all(isinstance(pair, list) and pair for pair in token_ids):
-            raise MalformedBatch(f"{place}.token_ids: tokens and token pairs must not be mixed")
-        return [pair[0] for pair in token_ids]
-    return token_ids
+def _from_pairs(pairs: list[Any], hashes: Any, place: str) -> dict[str, Any]:
+    """Return the tokens of a run that SGLang with EAGLE writes as `(token, next token)` pairs.
+
+    A block's hash covers the token behind it as well: prompts that part there have other blocks.
+
+        pairs        (1, 2) (2, 3)   (3, 4) (4, 5)
+        tokens        1      2        3      4
+        lookahead           3               5
+    """
+    if not all(isinstance(pair, list) and pair for pair in pairs):
+        raise MalformedBatch(f"{place}.token_ids: tokens and token pairs must not be mixed")
+    read: dict[str, Any] = {"token_ids": [pair[0] for pair in pairs]}
+    blocks = len(hashes) if isinstance(hashes, list) else 0
+    if blocks and len(pairs) % blocks == 0:
+        size = len(pairs) // blocks
+        read["lookahead_token_ids"] = [pair[1:] for pair in pairs[size - 1 :: size]]
+    return read
 
 
 def _read_fields(kind: type[Event], fields: dict[str, Any], place: str) -> Event:

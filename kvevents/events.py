@@ -105,7 +105,8 @@ class BlockStored(_InOneTier, _Event, frozen=True):
     """The engine's own number of the adapter. Read if an engine sends it; superseded by
     `lora_name`, which vLLM has from 0.14 on."""
     lookahead_token_ids: list[list[int]] | None = None
-    """vLLM >= 0.33 with speculative decoding: tokens after each block that its hash also covers."""
+    """With speculative decoding, tokens after each block that its hash also covers: in vLLM from
+    0.33 on, and in SGLang."""
     cache_salt: str | None = None
     """SGLang's name for the salt of the request; ours stands in `extra_keys`, as vLLM's does."""
     locality: str | None = None

@@ -318,9 +318,21 @@ def test_an_sglang_batch_is_read(medium: str, tail: tuple[Any, ...]) -> None:
 
 
 def test_the_first_of_a_token_pair_is_the_prompts_token() -> None:
-    """SGLang with EAGLE writes `(token, next token)`."""
-    batch = decode(wire(["BlockStored", [1, 2], None, [[10, 11], [11, 12]], 1, None, "GPU"]))
-    assert batch.events == [BlockStored([1, 2], None, [10, 11], "GPU", block_size=1)]
+    """SGLang with EAGLE writes `(token, next token)`: the last of a block's goes into its hash."""
+    pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
+    for size, lookahead in ((1, [[11], [12], [13], [14]]), (2, [[12], [14]]), (4, [[14]])):
+        hashes = list(range(4 // size))
+        batch = decode(wire(["BlockStored", hashes, None, pairs, size, None, "GPU"]))
+        expected = BlockStored(hashes, None, [10, 11, 12, 13], "GPU", block_size=size)
+        assert batch.events == [msgspec.structs.replace(expected, lookahead_token_ids=lookahead)]
+
+
+def test_token_pairs_of_no_whole_blocks_show_no_lookahead() -> None:
+    """Which block ends where is unknown then."""
+    pairs = [[10, 11], [11, 12], [12, 13]]
+    for hashes in ([], [1, 2]):
+        batch = decode(wire(["BlockStored", hashes, None, pairs, 2, None, "GPU"]))
+        assert batch.events == [BlockStored(hashes, None, [10, 11, 12], "GPU", block_size=2)]
 
 
 def test_the_salt_that_sglang_writes_in_a_map_is_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -334,6 +335,28 @@ def test_an_adapter_that_has_only_a_number_is_not_taken_for_the_base_model(
     assert gpu_hit(index, tokens(160), lora_name="sql") == 0
     apply(index, replace(plain.stored(0, FULL, 0, 64), lora_id=0, extra_keys=None))
     assert gpu_hit(index, tokens(160)) == 64
+
+
+def test_conversations_that_part_at_a_blocks_end_are_told_apart_by_the_token_behind_it(
+    index: PrefixIndex,
+) -> None:
+    """SGLang with EAGLE hashes `(token, next token)` pairs: two conversations with one system
+    prompt have two blocks for its last tokens. One is evicted, and the other is still whole."""
+    one, other = [*tokens(64), *tokens(33, 5000)], [*tokens(64), *tokens(33, 7000)]
+
+    def stored(prompt: list[int], hashes: list[int], parent: int | None, start: int) -> bytes:
+        size = 16 * len(hashes)
+        pairs = [prompt[at : at + 2] for at in range(start, start + size)]
+        event = ["BlockStored", hashes, parent, pairs, 16, None, "GPU"]
+        return msgspec.msgpack.encode([0.0, [event], 0])
+
+    index.apply(SOURCE, stored(one, [1, 2, 3, 14, 15, 16], None, 0))
+    index.apply(SOURCE, stored(other, [24, 25, 26], 3, 48))
+    assert (gpu_hit(index, one), gpu_hit(index, other)) == (96, 96)
+    assert gpu_hit(index, [*tokens(64), 9]) == 48
+    apply(index, BlockRemoved([26, 25, 24], "GPU"))
+    assert (gpu_hit(index, one), gpu_hit(index, other)) == (96, 48)
+    assert index.statistics()[SOURCE].ambiguous == 0
 
 
 def sglang(prompt: Prefix, salt: str | None, start: int = 0) -> BlockStored:
