@@ -148,7 +148,8 @@ class ExtProcServer:
 
     def __post_init__(self) -> None:
         self.config = self.parts.config
-        self._streams = 0
+        self.streams = 0
+        """Those that are open."""
         self._server: Any = None
         self._keeping: asyncio.Task[None] | None = None
         self.port = 0
@@ -203,14 +204,14 @@ class ExtProcServer:
 
     async def _process(self, _requests: AsyncIterator[Any], context: Any) -> None:
         pick = Pick(self.parts)
-        if self._streams >= self.config.max_streams:
+        if self.streams >= self.config.max_streams:
             await context.write(pick.refused(Overloaded("has its limit of streams")))
             return
-        self._streams += 1
+        self.streams += 1
         try:
             await self._answer(pick, context)
         finally:
-            self._streams -= 1
+            self.streams -= 1
             pick.closed()
 
     async def _answer(self, pick: Pick, context: Any) -> None:

@@ -43,6 +43,7 @@ class ControlServer(uvicorn.Server):
         grace_s: The time that they have.
         natives: What decides in the core; None: nothing does.
         prepared: Counts the requests whose prompts are read for it.
+        streams: Counts the streams of gateways, through which their clients' responses pass.
     """
 
     signals = 0
@@ -58,6 +59,7 @@ class ControlServer(uvicorn.Server):
         plane: DataPlane,
         natives: Decides | None,
         prepared: Callable[[], int],
+        streams: Callable[[], int],
     ) -> None:
         super().__init__(_uvicorn_config(app))
         self._admission = admission
@@ -68,6 +70,7 @@ class ControlServer(uvicorn.Server):
         self.plane = plane
         self._natives = natives
         self._prepared = prepared
+        self._streams = streams
         self._keeping: asyncio.Task[None] | None = None
 
     def start_deciding(self) -> None:
@@ -128,7 +131,7 @@ class ControlServer(uvicorn.Server):
                     await self._has_signal.wait()
 
     def _serves_nobody(self) -> bool:
-        return not self._admission.under_way and not self.plane.unread()
+        return not (self._admission.under_way or self.plane.unread() or self._streams())
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether it is over."""

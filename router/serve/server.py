@@ -145,6 +145,8 @@ class RouterApp:
         render = functools.partial(render_metrics, service)
         parts = ApiParts(service, guard, service.reservations, render, traces)
         self._api = _api(parts, self.paths, self.desk)
+        self.streams: Callable[[], int] = lambda: 0
+        """Counts the streams of gateways that ask by external processing."""
         self.lifespan = _with_picker(service.lifespan, self, service)
         """Starts and stops all behind it. It runs around uvicorn, which would log a trace of its
         errors, and end the process itself."""
@@ -206,6 +208,7 @@ def _with_picker(lifespan: _Lifespan, router: RouterApp, service: RouterService)
         router.paths,
         service.readiness.why_not_ready,
     )
+    router.streams = lambda: server.streams
 
     @contextlib.asynccontextmanager
     async def with_picker() -> AsyncIterator[None]:
@@ -317,6 +320,7 @@ def _control_server(
         plane,
         natives,
         lambda: preparation.under_way,
+        app.streams,
     )
 
     async def listens() -> None:

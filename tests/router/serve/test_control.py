@@ -23,7 +23,8 @@ async def test_it_waits_for_clients_that_have_not_read_all_of_a_whole_response()
         await client.send("GET", "/x")
         (await served.until_waiting()).respond(LONG)
         await eventually(lambda: served.plane.unread() == 1, "it is sent in part")
-        server = ControlServer(nowhere, Admission(1), 60.0, served.plane, None, lambda: 0)
+        counts = {"prepared": lambda: 0, "streams": lambda: 0}
+        server = ControlServer(nowhere, Admission(1), 60.0, served.plane, None, **counts)
         server.stop()
         assert not await server.on_tick(1)
         assert (await client.read_answer()).body == LONG
