@@ -136,12 +136,24 @@ class ReplicaRegistry:
             listener.on_reconfigured(replica)
 
     def drain(self, replica_id: str) -> Replica:
-        """Send it nothing new; running requests continue. Raises `UnknownReplica`."""
+        """Send it nothing new until it is undrained; running requests continue. Raises
+        `UnknownReplica`."""
+        self.get(replica_id).stays_drained = True
         return self._set_draining(replica_id, True)
 
     def undrain(self, replica_id: str) -> Replica:
         """Send it requests again. Raises `UnknownReplica`."""
+        self.get(replica_id).stays_drained = False
         return self._set_draining(replica_id, False)
+
+    def suspend(self, replica_id: str) -> None:
+        """Drain it until it is resumed, or undrained. Raises `UnknownReplica`."""
+        self._set_draining(replica_id, True)
+
+    def resume(self, replica_id: str) -> None:
+        """Send it requests again, unless an operator has drained it, before or meanwhile. Raises
+        `UnknownReplica`."""
+        self._set_draining(replica_id, self.get(replica_id).stays_drained)
 
     def remove(self, replica_id: str) -> Replica:
         """Remove a replica; requests that run there continue. Raises `UnknownReplica`."""

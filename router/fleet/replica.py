@@ -46,6 +46,8 @@ class Replica:
         self.headers = _authorization(config)
         self.record = record
         self._is_open = self._draining = False
+        self.stays_drained = False
+        """True if it was an operator that drained it."""
         self.removed = False
         self.served = ServedModels(config.models or ())
         self.configured_sources = _configured_sources(config)

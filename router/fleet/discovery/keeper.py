@@ -73,8 +73,6 @@ class _ManagedReplica:
     config: ReplicaConfig
     leaves_at: float | None = None
     """When it will be removed; None while it is named."""
-    was_draining: bool = False
-    """When it ceased to be named."""
 
 
 @dataclass(eq=False, repr=False)
@@ -225,15 +223,13 @@ class ReplicaKeeper:
     def _leave(self, replica_id: str, kept: _ManagedReplica) -> None:
         if kept.leaves_at is None:
             kept.leaves_at = self.clock() + self.linger_s
-            kept.was_draining = self.registry.get(replica_id).draining
-            self.registry.drain(replica_id)
+            self.registry.suspend(replica_id)
             logger.info("replica %s: no longer named; removed in %g s", replica_id, self.linger_s)
 
     def _stay(self, replica_id: str, kept: _ManagedReplica, config: ReplicaConfig) -> None:
         if kept.leaves_at is not None:
             kept.leaves_at = None
-            if not kept.was_draining:
-                self.registry.undrain(replica_id)
+            self.registry.resume(replica_id)
             logger.info("replica %s: named again", replica_id)
         if config == kept.config:
             return

@@ -128,6 +128,22 @@ async def test_other_options_keep_the_index_and_another_place_does_not(setting: 
     assert str(setting.registry.get("a").origin) == "http://elsewhere:1"
 
 
+async def test_one_that_is_drained_while_it_is_not_named_stays_drained(setting: Setting) -> None:
+    """A pod whose readiness comes and goes is drained by hand when it is away as well."""
+    setting.take("a", "b")
+    setting.take()
+    setting.registry.drain("a")
+    setting.registry.undrain("b")
+    assert setting.states() == {"a": "draining", "b": "starting"}
+    setting.take("a", "b")
+    assert setting.states() == {"a": "draining", "b": "starting"}
+    setting.take()
+    setting.take("a", "b")
+    assert setting.states() == {"a": "draining", "b": "starting"}
+    setting.registry.undrain("a")
+    assert setting.states() == {"a": "starting", "b": "starting"}
+
+
 async def test_a_drained_replica_stays_drained_when_its_models_or_events_change(
     setting: Setting,
 ) -> None:
