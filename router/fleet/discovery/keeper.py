@@ -25,6 +25,7 @@ from router.fleet.discovery.file import FileProvider
 from router.fleet.discovery.kubernetes import KubernetesProvider
 from router.fleet.discovery.provider import MAX_RETRY_S, ReplicaProvider
 from router.fleet.registry import ReplicaRegistry
+from router.fleet.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class _ManagedReplica:
     """A replica that is in the registry because a provider named it."""
 
     config: ReplicaConfig
+    replica: Replica
     leaves_at: float | None = None
     """When it will be removed; None while it is named."""
 
@@ -216,7 +218,9 @@ class ReplicaKeeper:
         self._remove_due()
 
     def _note_dismissed(self) -> None:
-        for replica_id in [name for name in self._kept if name not in self.registry]:
+        # An operator's own may have taken the id since.
+        here = frozenset(self.registry.replicas())
+        for replica_id in [name for name, kept in self._kept.items() if kept.replica not in here]:
             del self._kept[replica_id]
             self._dismissed.add(replica_id)
 
@@ -245,14 +249,14 @@ class ReplicaKeeper:
         replica_id = config.replica_id
         self._make_way(config)
         try:
-            self.registry.add(config)
+            added = self.registry.add(config)
         except RouterError as error:
             if self._refused.get(replica_id) != str(error):
                 logger.warning("discovery: replica %s cannot be added: %s", replica_id, error)
             self._refused[replica_id] = str(error)
         else:
             self._refused.pop(replica_id, None)
-            self._kept[replica_id] = _ManagedReplica(config)
+            self._kept[replica_id] = _ManagedReplica(config, added)
             if self._drained.pop(replica_id, None) == config.origin:
                 self.registry.drain(replica_id)
 

@@ -128,6 +128,19 @@ async def test_other_options_keep_the_index_and_another_place_does_not(setting: 
     assert str(setting.registry.get("a").origin) == "http://elsewhere:1"
 
 
+async def test_one_that_an_operator_puts_in_place_of_a_named_one_is_his(setting: Setting) -> None:
+    """No report need come between the two: a file is read again only when it changes."""
+    setting.take("a", "b")
+    setting.registry.remove("a")
+    own = setting.registry.add(replica("a", "elsewhere"))
+    setting.keeper.take(CONFIGURATION, [replica("a", speed=2.0), replica("b")])
+    assert own.config.speed == 1.0
+    setting.keeper.take(CONFIGURATION, [replica("a", models=["m"]), replica("b")])
+    setting.take("b")
+    assert setting.registry.get("a") is own
+    assert setting.states() == {"a": "starting", "b": "starting"}
+
+
 async def test_one_that_is_drained_while_it_is_not_named_stays_drained(setting: Setting) -> None:
     """A pod whose readiness comes and goes is drained by hand when it is away as well."""
     setting.take("a", "b")
