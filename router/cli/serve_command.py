@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from router.config.certificates import PICKER, listener_certificate
-from router.config.document import read_text
+from router.config.document import read_text, stamp_of
 from router.config.schema import RouterConfig
 from router.serve.server import ConfigSource, RouterApp
 from router.serve.server import run as run_server
@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         text = read_text(path) if path else ""
         return RouterConfig.from_yaml(text, os.environ, path and path.parent, overrides)
 
+    watched = path if arguments.watch_config else None
+    stamp = None if watched is None else stamp_of(watched)
     config = read()
     if arguments.check:
         _load(config)
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(config.replicas)} replicas"
         )
         return 0
-    return run_server(config, source=ConfigSource(read, path if arguments.watch_config else None))
+    return run_server(config, source=ConfigSource(read, watched, stamp))
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Certificate:
     """Trusted authorities; None: the system's, or no certificate is asked for."""
     context: ssl.SSLContext = field(init=False, repr=False)
     """It is another one once the files have been read again."""
+    loaded: list[Stamp | None] = field(init=False, repr=False)
+    """The stamp of the files before they were read for it."""
 
     def __post_init__(self) -> None:
         self.load()
@@ -49,14 +51,14 @@ class Certificate:
         Raises:
             ConfigError: They cannot be read, or do not belong together; the old context stays.
         """
-        context = self._trusting()
+        stamp, context = self.stamp(), self._trusting()
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.certificate is not None:
             try:
                 context.load_cert_chain(self.certificate, self.key, password=_no_password)
             except (OSError, ValueError) as error:
                 raise _refusal(f"{self.place}.certificate", self.certificate, error) from None
-        self.context = context
+        self.context, self.loaded = context, stamp
 
     def stamp(self) -> list[Stamp | None]:
         """Return a value that changes when a file changes."""
@@ -121,7 +123,7 @@ async def keep_fresh(
     Args:
         on_renewed: Called when one has been read again; may raise `ConfigError`.
     """
-    seen = [await asyncio.to_thread(each.stamp) for each in certificates]
+    seen = [each.loaded for each in certificates]
     refused: dict[int, str] = {}  # why, by index
     while True:
         await asyncio.sleep(_WATCH_S)

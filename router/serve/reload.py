@@ -48,15 +48,18 @@ class Reloader:
                 self.metrics.reloads.labels(REFUSED).inc()
                 logger.critical("a changed configuration was not taken over whole", exc_info=error)
 
-    async def watch(self, path: Path, interval_s: float = 1.0) -> None:
-        """Ask whenever a file changes, until cancelled."""
-        seen: Stamp | None = await asyncio.to_thread(stamp_of, path)
+    async def watch(self, path: Path, seen: Stamp | None, interval_s: float = 1.0) -> None:
+        """Ask whenever a file changes, until cancelled.
+
+        Args:
+            seen: Its stamp before it was read for the start, which may have taken a while.
+        """
         while True:
-            await asyncio.sleep(interval_s)
             stamp = await asyncio.to_thread(stamp_of, path)
             if stamp != seen and stamp is not None:
                 self.ask()
             seen = stamp or seen
+            await asyncio.sleep(interval_s)
 
     async def _reload(self) -> None:
         try:

@@ -34,6 +34,7 @@ from router.config.certificates import (
     keep_fresh,
     listener_certificate,
 )
+from router.config.document import Stamp
 from router.config.extras import import_extra
 from router.config.origin import KEPT_S, in_url
 from router.config.schema import RouterConfig
@@ -232,6 +233,8 @@ class ConfigSource(NamedTuple):
     """Raises `ConfigError`."""
     watched: Path | None = None
     """Its file, if a change of it is to be noticed."""
+    stamp: Stamp | None = None
+    """The file's stamp before it was read."""
 
 
 async def serve(
@@ -477,7 +480,7 @@ async def _reloading(
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
         jobs.append(reloader.run())
         if source.watched is not None:
-            jobs.append(reloader.watch(source.watched))
+            jobs.append(reloader.watch(source.watched, source.stamp))
     consequence = "files that change are not read again"
     tasks = [begin_lasting(job, "reloading", consequence) for job in jobs]
     try:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.support.engine_stub import DONE, EngineStub, begun_until, engines
 from tests.support.http_client import connect
@@ -98,6 +102,26 @@ async def test_a_changed_file_is_noticed_without_a_signal() -> None:
         with router_process(configured(one), options=["--watch-config"]) as router:
             await until_healthy(router, one)
             router.configure(configured(one, other))
+            await until_healthy(router, one, other)
+
+
+async def test_a_file_that_changes_while_the_router_starts_is_noticed(tmp_path: Path) -> None:
+    """Tokenizers take a while to load, and a pod may start with the ConfigMap of before."""
+    path, key = tmp_path / "kvroute.yaml", tmp_path / "key"
+    os.mkfifo(key)
+    own = {"events": {"hash_key": str(key)}, "server": {"port": 0, "host_names": ["router"]}}
+    async with engines(2) as (one, other):
+        path.write_text(yaml.safe_dump(configured(one, **own)))
+
+        def change() -> None:
+            with key.open("w") as opened:  # once the router has read its configuration
+                path.write_text(yaml.safe_dump(configured(one, other, **own)))
+                opened.write("ab" * 32)
+
+        changing = threading.Thread(target=change, daemon=True)
+        changing.start()
+        with router_process(options=["--config", str(path), "--watch-config"]) as router:
+            changing.join()
             await until_healthy(router, one, other)
 
 

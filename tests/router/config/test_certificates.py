@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trustme
+from async_timeout import timeout
 
-from router.config.certificates import Certificate, listener_certificate, replica_certificate
+from router.config.certificates import (
+    Certificate,
+    keep_fresh,
+    listener_certificate,
+    replica_certificate,
+)
 from router.config.server import ListenerTlsConfig, ReplicaTlsConfig
 from router.errors import ConfigError
+from tests.support.waiting import DEADLINE_S
 
 NAME = "127.0.0.1"
 
@@ -78,3 +87,22 @@ def test_files_that_cannot_be_used_leave_everything_as_it_was(files: Files) -> N
         certificate.load()
     assert (certificate.context, certificate.context.get_ca_certs()) == before
     assert certificate.context.verify_mode is ssl.CERT_REQUIRED
+
+
+async def test_files_renewed_while_the_router_starts_are_noticed(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizers take a while to load after the certificate, and it is renewed once in months."""
+    certificate = files.towards_clients()
+    before = certificate.context
+    files.issue(trustme.CA())
+    os.utime(files.certificate, (1, 1))  # written within one tick of the file system's clock
+    monkeypatch.setattr("router.config.certificates._WATCH_S", 0.01)
+    renewed = asyncio.Event()
+    keeping = asyncio.create_task(keep_fresh([certificate], renewed.set))
+    try:
+        async with timeout(DEADLINE_S):
+            await renewed.wait()
+    finally:
+        keeping.cancel()
+    assert certificate.context is not before
