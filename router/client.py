@@ -8,17 +8,19 @@ with SelectionClient("http://router:8080") as router:
         reservation.usage = response["usage"]
 ```
 
-Leaving the block ends the reservation: `failed` where an exception left it, else `completed`.
-`AsyncSelectionClient` is the same with `async with` and `await`.
+Leaving the block ends the reservation: `failed` where an exception left it, `client_left` where it
+was cancelled, else `completed`. What the block did stands where the router cannot be told: then the
+reservation ends by itself. `AsyncSelectionClient` is the same with `async with` and `await`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import httpx
 
 if TYPE_CHECKING:
@@ -129,6 +131,11 @@ def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
+_END_S = 10.0
+"""The longest time for the router to take the end of a block on an event loop."""
+_UNTOLD = (SelectionError, httpx.HTTPError)
+
+
 class SelectionClient:
     """Asks one router.
 
@@ -173,13 +180,16 @@ class SelectionClient:
     @contextmanager
     def reserved(self, body: Mapping[str, Any]) -> Iterator[Selection]:
         """Reserve for as long as the block runs."""
-        selection = self.reserve(body)
+        selection, outcome = self.reserve(body), "client_left"
         try:
             yield selection
-        except BaseException:
-            self.end(selection, "failed")
+            outcome = "completed"
+        except Exception:
+            outcome = "failed"
             raise
-        self.end(selection)
+        finally:
+            with suppress(*_UNTOLD):
+                self.end(selection, outcome)
 
 
 class AsyncSelectionClient:
@@ -223,10 +233,14 @@ class AsyncSelectionClient:
     @asynccontextmanager
     async def reserved(self, body: Mapping[str, Any]) -> AsyncIterator[Selection]:
         """Reserve for as long as the block runs."""
-        selection = await self.reserve(body)
+        selection, outcome = await self.reserve(body), "client_left"
         try:
             yield selection
-        except BaseException:
-            await self.end(selection, "failed")
+            outcome = "completed"
+        except Exception:
+            outcome = "failed"
             raise
-        await self.end(selection)
+        finally:
+            # In a cancelled scope every other await is cancelled, too.
+            with anyio.move_on_after(_END_S, shield=True), suppress(*_UNTOLD):
+                await self.end(selection, outcome)

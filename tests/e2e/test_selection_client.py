@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import anyio
 import pytest
 
 from router.client import AsyncSelectionClient, SelectionClient, SelectionError
-from tests.support.engine_stub import engines, prompt_ids
+from tests.support.engine_stub import EngineStub, engines, prompt_ids
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
 
@@ -40,6 +41,66 @@ async def test_a_block_is_a_reservation(router: RouterProcess) -> None:
                 raise ZeroDivisionError
         assert (await router.metrics()).sum("kvroute_reservation_ends_total", end="failed") == 1
         await router.until_idle()
+
+
+@pytest.mark.parametrize("how", ["a task", "a scope"])
+async def test_a_block_that_is_cancelled_ends_its_reservation(
+    router: RouterProcess, how: str
+) -> None:
+    """As servers cancel what a client waited for that has left; it is no replica's failure. In a
+    scope of anyio, as Starlette's, each later await is cancelled as well."""
+    async with (
+        engines(1) as (stub,),
+        router.serving(stub),
+        AsyncSelectionClient(router.url) as client,
+    ):
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 3)}
+        left = (await router.metrics()).sum("kvroute_reservation_ends_total", end="client_left")
+
+        async def send(begun: Callable[[], object]) -> None:
+            async with client.reserved(body):
+                begun()
+                await asyncio.Event().wait()
+
+        if how == "a task":
+            begun = asyncio.Event()
+            sending = asyncio.create_task(send(begun.set))
+            await begun.wait()
+            sending.cancel()
+            await asyncio.wait([sending])
+            assert sending.cancelled()
+        else:
+            with anyio.CancelScope() as scope:
+                await send(scope.cancel)
+            assert scope.cancelled_caught
+        now = await router.metrics()
+        assert now.sum("kvroute_reservations") == 0
+        assert now.sum("kvroute_reservation_ends_total", end="client_left") == left + 1
+
+
+async def test_a_reservation_that_is_gone_takes_no_response_with_it(router: RouterProcess) -> None:
+    """Its replica was removed, or the router restarted, while the replica responded all the
+    same."""
+    async with engines(1) as (stub,):
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 4)}
+        with SelectionClient(router.url) as client:
+            async with router.serving(stub), AsyncSelectionClient(router.url) as on_loop:
+                threads = client.reserved(body)
+                await asyncio.to_thread(threads.__enter__)
+                async with on_loop.reserved(body):
+                    await router.delete(f"/replicas/{stub.name}")
+                await asyncio.to_thread(threads.__exit__, None, None, None)
+                with pytest.raises(ZeroDivisionError):
+                    await in_vain(on_loop, router, stub, body)
+
+
+async def in_vain(
+    client: AsyncSelectionClient, router: RouterProcess, stub: EngineStub, body: dict[str, object]
+) -> None:
+    """Fail in a block whose reservation is gone."""
+    async with router.serving(stub), client.reserved(body):
+        await router.delete(f"/replicas/{stub.name}")
+        raise ZeroDivisionError
 
 
 async def test_threads_have_one_too(router: RouterProcess) -> None:
