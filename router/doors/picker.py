@@ -81,6 +81,8 @@ class _Head:
     path: str
     is_eligible: IsEligible | None
     is_duplex: bool
+    is_buffered: bool
+    """True if its body comes in one message; followed by trailers, that has not its end."""
 
 
 class Pick:
@@ -94,7 +96,7 @@ class Pick:
         self._buffer = BodyBuffer(parts.desk.admission)
         self._body: list[bytes] = []
         self._size = 0
-        self._head = _Head({}, "", None, False)
+        self._head = _Head({}, "", None, False, False)
         self._caller = ANONYMOUS
         self._reservation: DecidedReservation | None = None
         self._status: int | None = None
@@ -165,7 +167,7 @@ class Pick:
             rule = "must be FULL_DUPLEX_STREAMED, BUFFERED or NONE"
             raise BadRequest("request_body_mode", str(mode), rule)
         is_duplex = mode == _FULL_DUPLEX
-        self._head = _Head(headers, path, _eligible(message), is_duplex)
+        self._head = _Head(headers, path, _eligible(message), is_duplex, mode == _BUFFERED)
         self._caller = self._parts.caller(headers)
         self.stage = Stage.BODY
         if message.request_headers.end_of_stream:
@@ -182,7 +184,8 @@ class Pick:
             raise BodyTooLarge(self._parts.max_body_bytes)
         self._buffer.add(len(piece.body))
         self._body.append(piece.body)
-        return await self._pick(has_body=True) if piece.end_of_stream else []
+        is_whole = piece.end_of_stream or self._head.is_buffered
+        return await self._pick(has_body=True) if is_whole else []
 
     async def _request_trailers(self) -> list[Any]:
         answers = await self._pick(has_body=True) if self.stage is Stage.BODY else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -138,6 +139,22 @@ async def test_bodies_of_all_sizes_arrive_whole(
         answer = await post(gateway, body)
         assert answer.status == 200, answer.body
         assert stub.requests[0].json == body
+        await until_unbooked(router)
+
+
+async def test_a_body_may_have_trailers(router: RouterProcess, gateway: Envoy) -> None:
+    """In buffered mode no message has the end of the body then, and the gateway waits for an answer
+    all the same."""
+    async with engines(1) as (stub,), router.serving(stub), connect(gateway.port) as client:
+        body = json.dumps({"model": stub.model, "prompt": [1, 2, 3]}).encode()
+        await client.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"te: trailers\r\ntrailer: x-late\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\nx-late: 1\r\n\r\n" % (len(body), body)
+        )
+        answer = await client.read_answer()
+        assert answer.status == 200, answer
+        assert stub.requests[0].json == json.loads(body)
         await until_unbooked(router)
 
 

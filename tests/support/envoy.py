@@ -112,6 +112,7 @@ def envoy(
     manager = {
         "@type": f"{_EXT}.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "in",
+        "http_protocol_options": {"enable_trailers": True},
         "http_filters": filters,
         "route_config": {
             "virtual_hosts": [
