@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import logging
@@ -72,6 +73,7 @@ _AWAY = (
 that has just been closed; the rest is what Python says of an answer that is not of a server of this
 kind. Only the client's calls stand where they are caught."""
 _MAX_REASON_CHARS = 200
+_UNSENT, _UNHEARD = "nothing is published", "nothing arrives from others"
 
 
 def connect(config: BoardConfig, secret: bytes) -> ValkeyBoard:
@@ -171,6 +173,8 @@ class ValkeyBoard(Board):
         """The last messages, by name."""
         self._doubt = ClockDoubt(clock)
         self._is_publishing = self._is_subscribed = False
+        self._reasons: dict[str, str] = {}
+        """Why it is away, by what that means, as it was logged."""
         # The client may swallow a cancellation that meets the end of a call.
         self._is_over = False
         self._published = self._failures = 0
@@ -240,11 +244,12 @@ class ValkeyBoard(Board):
             try:
                 await self._publish(message)
             except _AWAY as error:
-                self._note_away(self._is_publishing, error)
                 self._is_publishing = False
+                self._note_away(_UNSENT, error)
                 await asyncio.sleep(retry.next_delay())
                 continue
             self._is_publishing = True
+            self._reasons.pop(_UNSENT, None)
             retry.reset()
             await asyncio.sleep(SPACING_S)
             beat = asyncio.get_running_loop().call_later(BEAT_S, self._is_new.set)
@@ -280,18 +285,21 @@ class ValkeyBoard(Board):
         retry = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
         while not self._is_over:
             try:
-                async with self._server.pubsub(ignore_subscribe_messages=True) as channel:
+                async with self._server.pubsub() as channel:
                     await channel.subscribe(self._channel)
+                    if await channel.get_message(timeout=TIMEOUT_S) is None:  # else it is refused
+                        raise asyncio.TimeoutError("no answer to a subscription")
                     for message in await self._existing():
                         yield message
                     self._is_subscribed = True
+                    self._reasons.pop(_UNHEARD, None)
                     retry.reset()
                     logger.info("board: connected")
                     while not self._is_over:
                         yield await self._next(channel)
             except _AWAY as error:
-                self._note_away(self._is_subscribed, error)
                 self._is_subscribed = False
+                self._note_away(_UNHEARD, error)
             await asyncio.sleep(retry.next_delay())
 
     async def _existing(self) -> list[object]:
@@ -302,7 +310,8 @@ class ValkeyBoard(Board):
         """Wait for the next message. Our own come back as well: without any, the connection is cut,
         or overloaded."""
         quiet_since = self._clock()
-        while (message := await channel.get_message(timeout=1.0)) is None and not self._is_over:
+        next_message = functools.partial(channel.get_message, ignore_subscribe_messages=True)
+        while (message := await next_message(timeout=1.0)) is None and not self._is_over:
             if self._clock() - quiet_since > EXPIRY_S:
                 await channel.ping()
                 quiet_since = self._clock()
@@ -337,8 +346,10 @@ class ValkeyBoard(Board):
         kept = known.slot if known is not None and known.slot == slot else slot
         self._received[name] = _Message(number, self._clock(), kept)
 
-    def _note_away(self, was_up: bool, error: BaseException) -> None:
+    def _note_away(self, consequence: str, error: BaseException) -> None:
+        """Count a failure, and log its reason where that is another than before."""
         self._failures += 1
-        if was_up:
-            why = str(error)[:_MAX_REASON_CHARS]
-            logger.warning("board: the server is away, nothing arrives from others: %s", why)
+        why = str(error)[:_MAX_REASON_CHARS]
+        if self._reasons.get(consequence) != why:
+            self._reasons[consequence] = why
+            logger.warning("board: the server is away, %s: %s", consequence, why)
