@@ -246,12 +246,13 @@ class KubernetesProvider:
         name = self._config.pool or ""
         selector = {"fieldSelector": f"metadata.name={name}"}
         pools = Collection(api, path, selector, _Pool, _retry())
+        reports = _PoolReports(listener)
         followed: _Pool | None = None
         pods: asyncio.Task[None] | None = None
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def follow_pods(pool: _Pool) -> asyncio.Task[None]:
-            following = self._follow_pods(api, namespace, pool.label_selector, pool.ports, listener)
+            following = self._follow_pods(api, namespace, pool.label_selector, pool.ports, reports)
             task = asyncio.create_task(following)
             task.add_done_callback(lambda task: _pass_on(task, ended))
             return task
@@ -262,13 +263,15 @@ class KubernetesProvider:
             if isinstance(pool, str):
                 # Its pods are still followed, and listed anew once it can be used.
                 followed = None
-                listener.on_failure(f"InferencePool {name}: {pool}")
-            elif followed is None or pool.spec != followed.spec:
+                reports.on_pool(f"InferencePool {name}: {pool}")
+                return
+            reports.on_pool(None)
+            if followed is None or pool.spec != followed.spec:
                 if pods is not None:
                     pods.cancel()
                 followed, pods = pool, follow_pods(pool)
 
-        following_pool = asyncio.create_task(pools.follow(changed, listener.on_failure))
+        following_pool = asyncio.create_task(pools.follow(changed, reports.on_pool))
         following_pool.add_done_callback(lambda task: _pass_on(task, ended))
         try:
             await ended
@@ -369,6 +372,33 @@ class KubernetesProvider:
                 id=f"{self._config.id_prefix}{place.name}{suffix}",
                 **given,
             )
+
+
+class _PoolReports(ProviderListener):
+    """Passes on what is reported of a pool's pods, with what is wrong with the pool itself."""
+
+    def __init__(self, listener: ProviderListener) -> None:
+        self._listener = listener
+        self._problem: str | None = None
+        self._last: tuple[Sequence[ReplicaConfig], Sequence[str]] | None = None
+        """The last report of the pods; None after a failure."""
+
+    def on_replicas(self, replicas: Sequence[ReplicaConfig], broken: Sequence[str] = ()) -> None:
+        self._last = replicas, broken
+        own = () if self._problem is None else (self._problem,)
+        self._listener.on_replicas(replicas, (*own, *broken))
+
+    def on_failure(self, why: str) -> None:
+        self._last = None
+        self._listener.on_failure(why)
+
+    def on_pool(self, problem: str | None) -> None:
+        """Take why the pool cannot be asked for, or used; None: it can."""
+        before, self._problem = self._problem, problem
+        if problem is not None:
+            self._listener.on_failure(problem)
+        elif before is not None and self._last is not None:
+            self.on_replicas(*self._last)
 
 
 def _usable_pool(pools: Collection[_Pool], name: str) -> _Pool | str:

@@ -15,7 +15,7 @@ from router.config.replica import ReplicaOptions
 from router.fleet.discovery.kubernetes import KubernetesProvider
 from tests.router.fleet.discovery.found import Found, following
 from tests.router.raw_http import answer, answering, raw_server
-from tests.support.kubernetes_api import PODS, POOLS, SLICES, api_server, pod
+from tests.support.kubernetes_api import PODS, POOLS, SLICES, ApiServer, api_server, pod
 from tests.support.waiting import DEADLINE_S, eventually
 
 NAMESPACE = "models"
@@ -357,6 +357,40 @@ async def test_an_inference_pool_is_followed_when_its_selector_changes() -> None
             lists = len(found.lists)
             await server.put(path, pool("sglang", 8000))
             await eventually(lambda: found.lists[lists:], "it is as before: all is well again")
+
+
+def watches(server: ApiServer, path: str) -> int:
+    """How often a collection was asked to be watched."""
+    return sum(each.startswith(f"{path}?") and "watch=1" in each for each in server.requests)
+
+
+async def test_reports_of_its_pods_do_not_hide_what_is_wrong_with_a_pool() -> None:
+    """Pods change all the time: the failure would be shown for a moment only."""
+    path = POOLS.format(NAMESPACE)
+    spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}]}
+    pool = {"metadata": {"name": "llama"}, "spec": spec}
+    async with api_server() as (server, url):
+        await server.put(PATH, pod("vllm-0", "10.0.0.1"))
+        await server.put(path, pool)
+        async with following(provider(url, pool="llama")) as found:
+            await eventually(lambda: found.lists, "its pods")
+            assert not found.broken
+            await server.delete(path, "llama")
+            await eventually(lambda: found.failures, "it is gone")
+            await server.put(PATH, pod("vllm-1", "10.0.0.2"))
+            await eventually(lambda: "vllm-1" in found.replicas, "its pods are followed")
+            assert list(found.broken) == ["InferencePool llama: no pool of this name"]
+            await server.put(path, pool)
+            await eventually(lambda: not found.broken, "all is well")
+            await eventually(lambda: watches(server, PATH) == 2, "they are watched anew")
+            failures = len(found.failures)
+            await server.cut_watches()
+            await eventually(lambda: len(found.failures) == failures + 2, "both are cut")
+            await server.put(PATH, pod("vllm-2", "10.0.0.3"))
+            await eventually(lambda: found.broken, "the pods are watched, the pool is perhaps not")
+            await server.bookmark(path)
+            await eventually(lambda: not found.broken, "it is watched again")
+            assert set(found.replicas) == {"vllm-0", "vllm-1", "vllm-2"}
 
 
 async def test_a_pool_whose_pods_are_followed_no_more_ends_with_the_reason() -> None:
