@@ -87,7 +87,7 @@ FORMS: Mapping[Endpoint, RequestForm] = {
     ),
     Endpoint.RESPONSES: RequestForm(
         operation="chat",
-        fields=("instructions", "reasoning"),
+        fields=("instructions", "reasoning", "truncation"),
         is_rendered=True,
         priority_in="header",
         reads_rank=False,  # vLLM before 0.33

@@ -150,8 +150,12 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
-    """Read `truncate_prompt_tokens`; -1 means the model's own length."""
-    if "truncate_prompt_tokens" not in fields:
+    """Read `truncate_prompt_tokens`; -1 means the model's own length. The responses API has
+    `truncation` instead, and `/v1/messages` neither."""
+    if form is Endpoint.RESPONSES:
+        is_cut = fields.get("truncation", "disabled") != "disabled"
+        return Truncation(MODEL_LENGTH, "left", counts_special_tokens=False) if is_cut else None
+    if form is Endpoint.MESSAGES or "truncate_prompt_tokens" not in fields:
         return None
     given = fields["truncate_prompt_tokens"]
     is_minus_one = not isinstance(given, bool) and given in (-1, "-1")

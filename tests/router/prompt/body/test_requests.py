@@ -599,14 +599,24 @@ def test_route_refuses_what_it_cannot_place(body: object) -> None:
             Truncation(-1, "left", counts_special_tokens=False),
         ),
         (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": None}, None),
+        (Endpoint.COMPLETIONS, {"truncation": "auto"}, None),
+        *(
+            (Endpoint.RESPONSES, {"truncation": cut}, Truncation(-1, "left", False))
+            for cut in ("auto", None)
+        ),
+        (Endpoint.RESPONSES, {"truncation": "disabled"}, None),
+        (Endpoint.RESPONSES, {"truncate_prompt_tokens": 5}, None),
+        (Endpoint.MESSAGES, {"truncate_prompt_tokens": 5}, None),
     ],
 )
 def test_truncation_is_read_with_the_engine_s_defaults(
     endpoint: Endpoint, fields: dict[str, Any], expected: object
 ) -> None:
-    """Generation keeps the end of a prompt, embeddings keep its beginning."""
-    (prompt,) = _parse(endpoint, {"prompt": "a", "input": "a", **fields}).prompts
-    assert isinstance(prompt, TextPrompt)
+    """Generation keeps the end of a prompt, embeddings keep its beginning; in the responses API a
+    prompt is cut unless that is disabled, which it is by default."""
+    body = {"prompt": "a", "input": "a", "messages": [_USER], **fields}
+    (prompt,) = _parse(endpoint, body).prompts
+    assert isinstance(prompt, TextPrompt | ChatPrompt)
     assert prompt.truncation == expected
 
 
