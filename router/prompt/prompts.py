@@ -79,10 +79,10 @@ class OpaquePrompt:
 Prompt: TypeAlias = TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt
 
 
-def _cut_to(prompt: Prompt, most: int | None) -> Prompt:
+def _cut_to(prompt: Prompt, most: int) -> Prompt:
     if isinstance(prompt, OpaquePrompt) or prompt.truncation is None:
         return prompt
-    cut = None if most is None else replace(prompt.truncation, max_tokens=most)
+    cut = replace(prompt.truncation, max_tokens=most)
     if isinstance(prompt, TokenPrompt):
         return msgspec.structs.replace(prompt, truncation=cut)
     return replace(prompt, truncation=cut)
@@ -132,7 +132,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_cut_to_model(self) -> bool:
-        """Return whether a prompt is cut to the model's length."""
+        """Return whether a prompt is cut to the model's length, not yet in numbers."""
         return any(
             not isinstance(prompt, OpaquePrompt)
             and prompt.truncation is not None
@@ -140,15 +140,13 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
             for prompt in self.prompts
         )
 
-    def cut_to(self, model_length: int | None) -> PromptSpec:
+    def cut_to(self, model_length: int) -> PromptSpec:
         """Return it with the model's length in numbers.
 
         Args:
-            model_length: Tokens of a prompt and its response; None, where it is not known, cuts
-                nothing.
+            model_length: Tokens of a prompt and its response.
         """
-        generates = FORMS[self.endpoint].generates
-        most = None if model_length is None else max(model_length - generates, 0)
+        most = max(model_length - FORMS[self.endpoint].generates, 0)
         prompts = tuple(_cut_to(prompt, most) for prompt in self.prompts)
         return msgspec.structs.replace(self, prompts=prompts)
 

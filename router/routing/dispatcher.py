@@ -206,9 +206,8 @@ class Dispatcher:
             terms.check_model(model.name)
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
-            spec = spec.cut_to(
-                common_length(self.serving(model, lora_name).able.values(), spec.model)
-            )
+            length = common_length(self.serving(model, lora_name).able.values(), spec.model)
+            spec = spec if length is None else spec.cut_to(length)
         return Asked(
             body=body,
             model=model,
@@ -284,7 +283,8 @@ class Dispatcher:
             BadRequest: One is too long.
         """
         spec, able = asked.spec, self.serving(asked.model, asked.lora_name).able
-        check_length(spec.endpoint, tokens.of_prompts, able.values(), spec.model)
+        if not spec.is_cut_to_model:
+            check_length(spec.endpoint, tokens.of_prompts, able.values(), spec.model)
         return tokens.of_prompts if spec.reads_cache else ()
 
     def _decide(

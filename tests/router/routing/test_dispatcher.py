@@ -451,6 +451,19 @@ async def test_what_some_engine_may_take_is_not_refused(
     assert (await setting.dispatcher.dispatch(endpoint, body)).ranking
 
 
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 4)])
+async def test_what_every_engine_cuts_is_not_refused(
+    setting: Setting, lengths: tuple[int, int]
+) -> None:
+    """Also where they cut to different lengths, and it is not known which ids are left."""
+    for name, length in zip(("r0", "r1"), lengths, strict=True):
+        _takes(setting.add(name), length)
+    body = _FIVE[:-1] + b', "truncate_prompt_tokens": -1}'
+    decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
+    assert decision.ranking
+    assert decision.prompt_tokens == (2 if lengths == (3, 3) else 5)
+
+
 async def test_a_body_that_cannot_be_read_is_a_bad_request(setting: Setting) -> None:
     """In both forms, with the place."""
     for endpoint in (Endpoint.COMPLETIONS, None):
