@@ -199,7 +199,12 @@ def _stored_response(fields: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) and named else None
 
 
-def _chats(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _chats(
+    fields: Mapping[str, Any],
+    truncation: Truncation | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> tuple[Prompt, ...]:
     """Read several conversations, which share all other fields."""
     rule = "must be a list of conversations, each a list of messages"
     given = required(fields, "messages", "$", rule)
@@ -215,7 +220,12 @@ def _chats(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Pr
             raise BadRequest(place, describe(conversation), "must be a list of messages")
     check_shape(given, "$.messages")
     return tuple(
-        parse_chat({**fields, "messages": conversation}, truncation) for conversation in given
+        parse_chat(
+            {**fields, "messages": conversation},
+            truncation,
+            add_generation_prompt=add_generation_prompt,
+        )
+        for conversation in given
     )
 
 
@@ -262,13 +272,23 @@ def _completions(fields: Mapping[str, Any], truncation: Truncation | None) -> tu
 
 
 def _embeddings(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
-    if "messages" in fields:
+    """Read texts or token ids, one conversation, or as in vLLM several."""
+    messages = fields.get("messages")
+    if isinstance(messages, list) and messages and isinstance(messages[0], list):
+        return _chats(fields, truncation, add_generation_prompt=False)
+    if messages is not None:
         return (parse_chat(fields, truncation, add_generation_prompt=False),)
-    if isinstance(fields.get("input"), list) and any(
-        isinstance(item, dict) for item in fields["input"]
-    ):
+    if _holds_objects(fields.get("input")):
         return (OpaquePrompt("unknown_input_item"),)
     return _text_or_tokens(fields, "input", truncation)
+
+
+def _holds_objects(value: object) -> bool:
+    """Return whether a list has objects, or lists that begin with one: messages, or media."""
+    return isinstance(value, list) and any(
+        isinstance(item, dict) or (isinstance(item, list) and isinstance(next(iter(item), 0), dict))
+        for item in value
+    )
 
 
 def _route(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:

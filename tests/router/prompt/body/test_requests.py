@@ -670,6 +670,17 @@ def test_each_conversation_of_a_batch_is_a_prompt_of_its_own() -> None:
     assert [chat.template_arguments for chat in chats] == [{"a": 1}] * 2
 
 
+def test_several_conversations_are_embedded_as_well() -> None:
+    """vLLM takes them in `messages` or `input`; they got 400 before an engine saw them."""
+    chats = [[_USER], [_USER, _USER]]
+    spec = _parse(Endpoint.EMBEDDINGS, {"messages": chats, "model": "m"})
+    found = [prompt for prompt in spec.prompts if isinstance(prompt, ChatPrompt)]
+    assert [list(chat.messages) for chat in found] == chats
+    assert not any(chat.add_generation_prompt for chat in found)
+    spec = _parse(Endpoint.EMBEDDINGS, {"messages": None, "input": chats})
+    assert spec.prompts == (OpaquePrompt("unknown_input_item"),)
+
+
 @pytest.mark.parametrize(
     ("messages", "place"),
     [
