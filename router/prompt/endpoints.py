@@ -76,7 +76,7 @@ FORMS: Mapping[Endpoint, RequestForm] = {
     ),
     Endpoint.COMPLETIONS: RequestForm(
         operation="text_completion",
-        fields=("prompt_embeds",),
+        fields=("prompt_embeds", "suffix"),
         id_fields=("prompt",),
         is_rendered=True,
         priority_in="header",

@@ -268,7 +268,14 @@ def _completions(fields: Mapping[str, Any], truncation: Truncation | None) -> tu
     if embeddings:
         count = len(embeddings) if isinstance(embeddings, list) else 1
         return (OpaquePrompt("prompt_embeds"),) * min(count, MAX_PROMPTS)
-    return _text_or_tokens(fields, "prompt", truncation)
+    prompts = _text_or_tokens(fields, "prompt", truncation)
+    if fields.get("suffix"):
+        # Engines write both into one text, between tokens of the model's own.
+        return tuple(
+            OpaquePrompt("suffix") if isinstance(prompt, TextPrompt) else prompt
+            for prompt in prompts
+        )
+    return prompts
 
 
 def _embeddings(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:

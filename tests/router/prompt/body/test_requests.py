@@ -202,6 +202,21 @@ def test_embedded_prompts_are_opaque() -> None:
     assert spec.prompts == (OpaquePrompt("prompt_embeds"),) * 2
 
 
+@pytest.mark.parametrize("suffix", [None, ""])
+def test_a_completion_without_a_suffix_is_its_prompt(suffix: str | None) -> None:
+    """SGLang takes an empty one for none, and editors send it."""
+    (prompt,) = _parse(Endpoint.COMPLETIONS, {"prompt": "a", "suffix": suffix}).prompts
+    assert prompt == TextPrompt("a")
+
+
+def test_a_suffix_makes_another_text() -> None:
+    """vLLM (DeepSeek V4) and SGLang's completion templates put both between tokens of the model's
+    own: the prompt is no prefix of that."""
+    for texts in ("a", ["a", "b"]):
+        spec = _parse(Endpoint.COMPLETIONS, {"prompt": texts, "suffix": "c"})
+        assert spec.prompts == (OpaquePrompt("suffix"),) * len(texts)
+
+
 @pytest.mark.parametrize(
     "text",
     [
