@@ -238,6 +238,9 @@ def _inner(node: nodes.Node) -> nodes.Node | None:
 
 
 def _is_name(node: nodes.Node, names: set[str]) -> bool:
+    """Return whether a variable, or a field of a namespace (`ns.name`), is one of *names*."""
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return f"{node.node.name}.{node.attr}" in names
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name in names
 
 
@@ -246,13 +249,26 @@ def _aliases(tree: nodes.Template, name: str) -> set[str]:
     names = {name}
     while True:
         found = {
-            assignment.target.name
+            target
             for assignment in tree.find_all(nodes.Assign)
-            if isinstance(assignment.target, nodes.Name) and _is_name(_peel(assignment.node), names)
+            for target, value in _assigned(assignment)
+            if _is_name(_peel(value), names)
         }
         if found <= names:
             return names
         names |= found
+
+
+def _assigned(assignment: nodes.Assign) -> Iterator[tuple[str, nodes.Node]]:
+    """Yield what an assignment sets, and to which value: a variable, or fields of a namespace."""
+    target, value = assignment.target, assignment.node
+    if isinstance(target, nodes.NSRef):
+        yield f"{target.name}.{target.attr}", value
+    if not isinstance(target, nodes.Name):
+        return
+    yield target.name, value
+    if isinstance(value, nodes.Call) and _is_name(value.node, {"namespace"}):
+        yield from ((f"{target.name}.{each.key}", each.value) for each in value.kwargs)
 
 
 def _message_names(tree: nodes.Template, aliases: set[str]) -> set[str]:

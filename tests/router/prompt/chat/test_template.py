@@ -281,6 +281,20 @@ _MACRO = "{% macro w(c) %}{% for p in c %}{% endfor %}{% endmacro %}"
         (_loops("messages[1:]", _over("m.content")), "openai"),
         ("{% set rest = messages[1:] %}" + _loops("rest", _over("m.content")), "openai"),
         (
+            "{% set ns = namespace(rest=messages) %}" + _loops("ns.rest", _over("m.content")),
+            "openai",
+        ),
+        (
+            "{% set ns = namespace(rest=[]) %}{% if true %}{% set ns.rest = messages[1:] %}"
+            "{% endif %}{% set loop_messages = ns.rest %}"
+            + _loops("loop_messages", _over("m.content")),
+            "openai",
+        ),
+        (
+            "{% set ns = namespace(rest=messages) %}" + _loops("ns.others", _over("m.content")),
+            "string",
+        ),
+        (
             "{% set a = messages %}{% set b = a | list %}" + _loops("b", _over("m.content")),
             "openai",
         ),
