@@ -202,7 +202,7 @@ def _tool_fields(message: Mapping[str, Any], content: str | list[_Message]) -> _
     return fields
 
 
-def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
+def without_developer_role(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Turn developer messages into system messages, then all system messages into one at the
     front."""
     converted = [
@@ -215,11 +215,13 @@ def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
     return converted if not any(is_system[1:]) else merge_system_messages(converted, "\n\n")
 
 
-def merge_system_messages(messages: Sequence[_Message], separator: str) -> list[_Message]:
+def merge_system_messages(
+    messages: Sequence[Mapping[str, Any]], separator: str
+) -> list[Mapping[str, Any]]:
     """Join all system messages into one at the front.
 
     Args:
-        messages: Normalised messages; they stay as they are.
+        messages: They stay as they are.
     """
     system = [
         _plain_text(message.get("content")) for message in messages if message["role"] == "system"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -104,19 +104,25 @@ class ChatRenderer:
         raise UntokenizableError("no_chat_template")
 
     def _render(self, template: ChatTemplate, prompt: ChatPrompt, media_mark: str | None) -> str:
-        messages = normalise(prompt.messages, template.form, media_mark)
+        messages: Sequence[Mapping[str, Any]]
+        messages = normalise(self._arranged(prompt), template.form, media_mark)
         if not template.knows_developer_role and any(
             message["role"] == "developer" for message in messages
         ):
             messages = without_developer_role(messages)
+        context = {**self._context(prompt), "messages": messages}
+        return template.render(context, continue_final_message=prompt.continue_final_message)
+
+    def _arranged(self, prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
+        """Return the messages, with one system message in front where the templates take no
+        others."""
         if (
             prompt.merge_inline_system
             and not self._takes_inline_system
-            and _has_inline_system(messages)
+            and any(message["role"] == "system" for message in prompt.messages[1:])
         ):
-            messages = merge_system_messages(messages, "")
-        context = {**self._context(prompt), "messages": messages}
-        return template.render(context, continue_final_message=prompt.continue_final_message)
+            return merge_system_messages(prompt.messages, "")
+        return prompt.messages
 
     def _context(self, prompt: ChatPrompt) -> dict[str, Any]:
         """Gather the variables; later ones win, in the engine's order."""
@@ -153,10 +159,6 @@ def _obstacle(files: ModelFiles) -> str | None:
     if files.model_type in _RENDERED_BY_CODE or files.has_mistral_tokenizer:
         return "engine_renders_itself"
     return None
-
-
-def _has_inline_system(messages: list[dict[str, Any]]) -> bool:
-    return any(message["role"] == "system" for message in messages[1:])
 
 
 def _common_prefix(first: str, second: str) -> str:

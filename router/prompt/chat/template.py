@@ -121,7 +121,7 @@ class ChatTemplate:
         self.knows_developer_role = '"developer"' in source or "'developer'" in source
         """True if it accepts developer messages."""
         try:
-            self.takes_inline_system = self._takes_inline_system()
+            self.takes_inline_system = _takes_inline_system(source, max_chars)
         except TooMuchWork:
             rule = "must render four short messages in a bounded number of steps"
             raise ModelFilesError(place, "does too much", rule) from None
@@ -170,16 +170,31 @@ class ChatTemplate:
         is_untrimmed = text.startswith(_CONTINUATION_MARK, end)
         return text[:end] if is_untrimmed else text[:end].rstrip()
 
-    def _takes_inline_system(self) -> bool:
-        roles = ("system", "user", "system", "user")
-        messages = [{"role": role, "content": "t"} for role in roles]
-        try:
-            self._render({"messages": messages, "add_generation_prompt": False})
-        except TooMuchWork:
-            raise
-        except (UntokenizableError, *_TEMPLATE_FAULTS):
-            return False
-        return True
+
+def _takes_inline_system(source: str, max_chars: int) -> bool:
+    """Try it as vLLM does: without what transformers adds to Jinja, so that a template that needs
+    some of it counts as one that takes none."""
+    sandbox = BoundedSandbox(
+        _WORK_PER_CHAR * max(max_chars, _LEAST_CHARS),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols],
+    )
+    sandbox.allow()
+    roles = ("system", "user", "system", "user")
+    messages = [{"role": role, "content": "t"} for role in roles]
+    left = max_chars
+    try:
+        template = sandbox.from_string(source)
+        for piece in template.generate(messages=messages, add_generation_prompt=False):
+            left -= len(piece)
+            if left < 0:
+                return False
+    except TooMuchWork:
+        raise
+    except _TEMPLATE_FAULTS:
+        return False
+    return True
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,10 @@ _PARTS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+_STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ "
+    "raise_exception('x') }}{% endif %}{% endfor %}"
+)
 _USER = {"role": "user", "content": "hi"}
 _CALL = {
     "id": "1",
@@ -370,14 +374,29 @@ def test_a_turn_of_tool_results_alone_is_no_user_message() -> None:
 def test_inline_system_messages_move_to_the_front_only_where_they_must() -> None:
     """Templates that take a system message nowhere else refuse the conversation otherwise."""
     body = {"system": "top.", "messages": [_USER, {"role": "system", "content": "mid."}, _USER]}
-    strict = (
-        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ "
-        "raise_exception('x') }}{% endif %}{% endfor %}"
-    )
-    merged = _render(strict + _CHATML, body, Endpoint.MESSAGES)
+    merged = _render(_STRICT + _CHATML, body, Endpoint.MESSAGES)
     assert merged.count("system") == 1
     assert "<|im_start|>system\ntop.mid.<|im_end|>" in merged
     assert _render(_CHATML, body, Endpoint.MESSAGES).count("system") == 2
+
+
+@pytest.mark.parametrize(
+    "unknown", ["{% generation %}{% endgeneration %}", "{{ strftime_now('%Y') }}"]
+)
+def test_inline_system_messages_move_where_the_engine_cannot_try_the_template(unknown: str) -> None:
+    """vLLM tries it in a Jinja that knows neither, and then merges: the templates that have them
+    would have taken the messages where they stand."""
+    body = {"system": "top.", "messages": [_USER, {"role": "system", "content": "mid."}, _USER]}
+    assert "<|im_start|>system\ntop.mid.<|im_end|>" in _render(
+        unknown + _CHATML, body, Endpoint.MESSAGES
+    )
+
+
+def test_a_merged_system_message_has_the_form_of_all_others() -> None:
+    """vLLM merges before it makes parts: a template that only loops over these wrote nothing."""
+    body = {"system": "top.", "messages": [_USER, {"role": "system", "content": "mid."}, _USER]}
+    loop = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+    assert _render(_STRICT + loop, body, Endpoint.MESSAGES) == "[top.mid.][hi][hi]"
 
 
 @pytest.mark.parametrize(
