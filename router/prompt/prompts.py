@@ -54,6 +54,9 @@ class ChatPrompt:
     """For templates that know retrieval."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The client's `chat_template_kwargs` and what the request's own fields add to them."""
+    least_thinking: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The same for a template that cannot turn thinking off, where the client asks for that as
+    `/v1/messages` has it."""
     add_generation_prompt: bool = True
     """True if the header of the next assistant message follows."""
     continue_final_message: bool = False

@@ -34,10 +34,14 @@ def parse_messages(
     messages = _system_message(fields.get("system"), "$.system")
     for index, message in enumerate(given):
         messages += _convert(message, f"$.messages[{index}]")
+    thinking = optional_object(fields, "thinking", "$") or {}
+    effort = (optional_object(fields, "output_config", "$") or {}).get("effort")
+    is_off = thinking.get("type") == "disabled"
     return ChatPrompt(
         messages=messages,
         tools=anthropic_tools(fields),
-        template_arguments=template_arguments(fields, _reasoning_effort(fields)),
+        template_arguments=template_arguments(fields, "none" if is_off else effort),
+        least_thinking=template_arguments(fields, "low") if is_off else None,
         merge_inline_system=True,
         truncation=truncation,
         pieces=_pieces([fields.get("system"), *(message.get("content") for message in given)]),
@@ -63,12 +67,6 @@ def _changes_tools(message: Mapping[str, Any]) -> bool:
         isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal")
         for block in content
     )
-
-
-def _reasoning_effort(fields: Mapping[str, Any]) -> object:
-    thinking = optional_object(fields, "thinking", "$") or {}
-    output = optional_object(fields, "output_config", "$") or {}
-    return "none" if thinking.get("type") == "disabled" else output.get("effort")
 
 
 def _blocks(content: object, place: str) -> list[dict[str, Any]]:

@@ -31,6 +31,8 @@ _HARMONY = "gpt_oss"
 _MARKS = ("\ue000", "\ue001")
 
 _PROCESSOR = "processor"
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""What clients of `/v1/messages` may ask for."""
 
 # Template variables that are the renderer's own; a client's argument of the same name is ignored.
 _RESERVED = frozenset(
@@ -75,6 +77,7 @@ class ChatRenderer:
         self._takes_inline_system = all(
             template.takes_inline_system for template in self._templates.values()
         )
+        self._turns_thinking_off = self._obstacle is not None or self._tries_without_thinking()
 
     def render(self, prompt: ChatPrompt) -> RenderedChat:
         """Write *prompt* as text.
@@ -124,13 +127,28 @@ class ChatRenderer:
             return merge_system_messages(prompt.messages, "")
         return prompt.messages
 
+    def _tries_without_thinking(self) -> bool:
+        """Return whether the effort `none` makes a text of its own, as vLLM tries it: else it asks
+        for `low`."""
+        without = self._try_effort("none")
+        return without is not None and all(
+            self._try_effort(effort) != without for effort in _EFFORTS
+        )
+
+    def _try_effort(self, effort: str) -> str | None:
+        fields = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        messages = [{"role": "user", "content": "Hi"}]
+        try:
+            return self.render(ChatPrompt(messages, template_arguments=fields)).text
+        except UntokenizableError:
+            return None
+
     def _context(self, prompt: ChatPrompt) -> dict[str, Any]:
         """Gather the variables; later ones win, in the engine's order."""
-        arguments = {
-            name: value
-            for name, value in prompt.template_arguments.items()
-            if name not in _RESERVED
-        }
+        given = prompt.template_arguments
+        if prompt.least_thinking is not None and not self._turns_thinking_off:
+            given = prompt.least_thinking
+        arguments = {name: value for name, value in given.items() if name not in _RESERVED}
         tools = {} if prompt.tools is None else {"tools": prompt.tools}
         documents = {} if prompt.documents is None else {"documents": prompt.documents}
         return {

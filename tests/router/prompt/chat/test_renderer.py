@@ -422,6 +422,47 @@ def test_thinking_options_reach_the_template(
     )
 
 
+_SHOWS = "{{ reasoning_effort }} {{ enable_thinking }}"
+_KNOWS_TWO = "{% if reasoning_effort in ['low', 'high'] %}" + _SHOWS + "{% else %}max{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (_SHOWS, "none False"),
+        ("{% if enable_thinking %}thinks{% endif %}", ""),
+        (
+            "{% if reasoning_effort not in ['low', 'high'] %}max{% else %}"
+            + _SHOWS
+            + "{% endif %}",
+            "low True",
+        ),
+        (
+            "{% if reasoning_effort == 'none' %}{{ raise_exception('x') }}{% endif %}" + _SHOWS,
+            "low True",
+        ),
+    ],
+)
+def test_thinking_is_least_where_a_template_cannot_turn_it_off(
+    template: str, expected: str
+) -> None:
+    """vLLM tries it: some know no effort `none`, and write what they write of the most."""
+    body = {"messages": [_USER], "thinking": {"type": "disabled"}}
+    assert _render(template, body, Endpoint.MESSAGES) == expected
+    asked = {"messages": [_USER], "output_config": {"effort": "high"}}
+    assert _render(_SHOWS, asked, Endpoint.MESSAGES) == "high True"
+
+
+def test_the_client_s_own_switch_stays_where_thinking_is_least() -> None:
+    """`chat_template_kwargs` go before what the engine derives."""
+    body = {
+        "messages": [_USER],
+        "thinking": {"type": "disabled"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert _render(_KNOWS_TWO, body, Endpoint.MESSAGES) == "low False"
+
+
 def test_items_of_one_assistant_turn_are_one_message() -> None:
     """The responses API spreads a turn over items; templates know messages."""
     items = [
