@@ -107,7 +107,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | tuple[str | None, ...] | None = None
     """Keeps cached blocks of different tenants apart. SGLang also takes one for each prompt."""
     lora_name: str | None = None
-    """Only where `/route` names it; otherwise the caller resolves *model*."""
+    """Only where the body names it beside the model; the caller resolves *model*."""
     session: str | None = None
     """The client's name for its conversation, for session policies."""
     body_bytes: int = 0

@@ -56,6 +56,21 @@ async def test_token_ids_go_to_where_they_are_cached(router: RouterProcess) -> N
         assert now.sum("kvroute_predictions_total", replica=stubs[1].name, outcome="exact") == 1
 
 
+@pytest.mark.parametrize("prompt", [IDS, "a" * 80])
+async def test_an_adapter_beside_the_model_finds_nothing_of_the_model_s(
+    router: RouterProcess, prompt: object
+) -> None:
+    """SGLang's `lora_path`: what the base model has cached was predicted for the adapter."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        stub.store(IDS)
+        stub.store([ord("a")] * 80)
+        await router.until_applied(stub)
+        body = {"model": stub.model, "prompt": prompt}
+        assert hits(await router.post("/v1/completions", body))[0] == 64
+        found = await router.post("/v1/completions", {**body, "lora_path": "adapter"})
+        assert hits(found)[0] == 0
+
+
 async def test_a_batch_of_chats_goes_to_where_most_of_it_is_cached(router: RouterProcess) -> None:
     """It was a path that the router did not know (404); the header counts all conversations."""
     chats = [[{"role": "user", "content": letter * 80}] for letter in "abc"]

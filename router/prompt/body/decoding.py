@@ -41,7 +41,7 @@ _TAKEN_OUT = b"[\t \t \n\t]"
 FIELD_NAMES = (
     *("model", "cache_salt", "token_ids", "messages", "prompt", "input"),
     *("stream", "n", "prompt_logprobs", "logprobs", "echo"),
-    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
+    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens", "lora_path"),
     *(ARGUMENTS_FIELD, "metadata", *SESSION_FIELDS),
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message"),

@@ -84,7 +84,7 @@ def parse_request(
         stream="stream" in fields and is_true(fields["stream"]),
         choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
         cache_salt=_salt(fields, form, len(prompts)) if "cache_salt" in fields else None,
-        lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
+        lora_name=_adapter(fields, endpoint),
         session=_session(fields),
         body_bytes=len(body),
         reads_cache=not _asks_for_prompt_logprobs(fields, form),
@@ -102,6 +102,17 @@ def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
     if model is None and endpoint is Endpoint.ROUTE:
         return optional_text(fields, "model_name", "$")
     return model
+
+
+def _adapter(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
+    """Read the adapter that is named beside the model: `lora_path` is SGLang's, and may be a list
+    with one for each prompt."""
+    if endpoint is Endpoint.ROUTE and (named := optional_text(fields, "lora_name", "$")):
+        return named
+    given = fields.get("lora_path")
+    if isinstance(given, list) and given and given.count(given[0]) == len(given):
+        given = given[0]
+    return given if isinstance(given, str) and given else None
 
 
 def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:

@@ -386,6 +386,7 @@ def _is_usual(asked: Asked) -> bool:
         and _is_of_words(spec.prompts[0])
         and spec.reads_cache
         and spec.stored_response is None
+        and not spec.lora_name
         and not spec.has_report_mode
         and bool(spec.model or not asked.model.aliases)
     )
@@ -397,7 +398,7 @@ def _is_usual_question(kind: int, name: str, asked: Asked) -> bool:
     forms = _RESERVED_FORMS if kind == _RESERVATION else _ASKED_FORMS
     is_kept = kind == _SELECTION and bool(name)
     spec = asked.spec
-    return not is_kept and spec.endpoint in forms and not spec.lora_name and asked.target is None
+    return not is_kept and spec.endpoint in forms and asked.target is None
 
 
 def _check_model(usage: KeyUsage) -> Callable[[str], None]:

@@ -107,6 +107,17 @@ def test_the_session_is_what_the_client_calls_it(body: dict[str, Any], session: 
     assert _parse(Endpoint.CHAT, {"messages": [_USER], **body}).session == session
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("a", "a"), (["a", "a"], "a"), (["a", None], None), ("", None), (None, None), ([], None)],
+)
+def test_an_adapter_may_be_named_beside_the_model(given: object, expected: str | None) -> None:
+    """SGLang's clients do: what the base model has cached is nothing to such a request."""
+    body = {"prompt": ["x", "y"], "lora_path": given}
+    assert _parse(Endpoint.COMPLETIONS, body).lora_name == expected
+    assert _parse(Endpoint.ROUTE, {"prompt": "x", "lora_path": given}).lora_name == expected
+
+
 def test_options_of_the_prompt_are_the_request_s() -> None:
     """Each of them changes the text."""
     prompt = _chat(
