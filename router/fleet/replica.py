@@ -162,9 +162,13 @@ class Replica:
         return self.server_info.priority_order if order == "ask" else order
 
     def serves(self, model: str) -> bool:
-        """Return whether it takes requests for this model or adapter."""
-        return model in self.served.models or any(
-            model == adapter for adapter, _ in self.served.adapters
+        """Return whether it takes requests for this model or adapter, which may be named with its
+        model before it (`MODEL:ADAPTER`)."""
+        if model in self.served.models:
+            return True
+        adapters = [adapter for adapter, _ in self.served.adapters]
+        return model in adapters or (
+            ":" in model and any(model.endswith(f":{adapter}") for adapter in adapters)
         )
 
     def take_engine_load(

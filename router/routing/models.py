@@ -106,10 +106,20 @@ class ModelSet:
         """
         if not name and len(self._models) == 1:
             return next(iter(self._models.values())), None
-        found = self._names.get(name or "")
+        found = self._names.get(name or "") or self._adapter_of(name or "")
         if found is None:
             raise UnknownModel(name or "(none named)")
         return self._models[found.base], found.adapter
+
+    def _adapter_of(self, name: str) -> _NameTarget | None:
+        """Return the adapter that is named together with its model, as SGLang has it:
+        `MODEL:ADAPTER`. Either may have colons of its own."""
+        for model in self._models.values():
+            for base in model.names:
+                found = self._names.get(name.removeprefix(f"{base}:"))
+                if found and found.adapter and found.base == model.name:
+                    return found
+        return None
 
     def discover(self, name: str, parent: str | None = None) -> Model | None:
         """Make a name known that a replica serves; return its base model.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from router.config.models import ModelConfig, StoreConfig
+from router.errors import UnknownModel
 from router.index.layout_learner import StoreHint
 from router.routing.models import ModelSet
 
@@ -24,3 +27,17 @@ def test_a_replica_is_told_of_the_stores_that_it_shares() -> None:
     assert model.hints_of("a-1").stores == (shared, pool)
     assert model.hints_of("b-1").stores == (pool,)
     assert model.hints_of("b-1").hash_seeds == model.hints.hash_seeds
+
+
+def test_an_adapter_may_be_named_with_its_model() -> None:
+    """SGLang's clients name it so, and under its own name alone SGLang computes the base model."""
+    models = ModelSet(
+        [ModelConfig(name="s3://m", aliases=("short",), lora_adapters=("a:1",))], no_replica
+    )
+    models.discover("other")
+    for name in ("a:1", "s3://m:a:1", "short:a:1"):
+        model, adapter = models.resolve(name)
+        assert (model.name, adapter) == ("s3://m", "a:1")
+    for name in ("other:a:1", "s3://m:b", "s3://m:", ":a:1", "s3://m:short", "s3://m:s3://m"):
+        with pytest.raises(UnknownModel):
+            models.resolve(name)
