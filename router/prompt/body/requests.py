@@ -50,6 +50,8 @@ _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a li
 
 _WITH_SESSION = frozenset((*SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
+_SKIPS_CACHE = "skip_reading_prefix_cache"
+_OF_SAMPLING = ("n", "prompt_logprobs", "prompt_logprob_token_ids", _SKIPS_CACHE)
 
 
 def parse_request(
@@ -87,7 +89,7 @@ def parse_request(
         lora_name=_adapter(fields, endpoint),
         session=_session(fields),
         body_bytes=len(body),
-        reads_cache=not _asks_for_prompt_logprobs(fields, form),
+        reads_cache=_reads_cache(fields, form),
         stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
         has_engine_arguments=ARGUMENTS_FIELD in fields or SAMPLING_FIELD in fields,
         has_priority=PRIORITY_FIELD in fields,
@@ -120,7 +122,7 @@ def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
     given = fields.get(SAMPLING_FIELD)
     if not isinstance(given, dict):
         return fields
-    return {name: given[name] for name in ("n", "prompt_logprobs") if name in given} | fields
+    return {name: given[name] for name in _OF_SAMPLING if name in given} | fields
 
 
 def _salt(
@@ -181,9 +183,19 @@ def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
     )
 
 
+def _reads_cache(fields: Mapping[str, Any], form: Endpoint) -> bool:
+    """Return whether the engine looks for the prompt in its cache: not where logprobs of the prompt
+    itself are asked for, unless the parameters of `/inference/v1/generate` say so."""
+    if form is Endpoint.GENERATE and fields.get(_SKIPS_CACHE) is not None:
+        return not is_true(fields[_SKIPS_CACHE])
+    return not _asks_for_prompt_logprobs(fields, form)
+
+
 def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
     """Return whether prompt logprobs are asked for: by name, or by an echo with logprobs, which in
     vLLM (0.32) a chat has always and a completion if it asks for them."""
+    if form is Endpoint.GENERATE and fields.get("prompt_logprob_token_ids") is not None:
+        return True
     if _FOR_LOGPROBS.isdisjoint(fields):
         return False
     if fields.get("prompt_logprobs") is not None:

@@ -725,6 +725,26 @@ def test_a_batch_that_is_none_is_refused(messages: Any, place: str) -> None:
     assert error.value.place == place
 
 
+@pytest.mark.parametrize(
+    ("sampling", "reads_cache"),
+    [
+        ({}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"prompt_logprob_token_ids": [[1], [2]]}, False),
+        ({"prompt_logprob_token_ids": None}, True),
+        ({"skip_reading_prefix_cache": True}, False),
+        ({"skip_reading_prefix_cache": None, "prompt_logprobs": 1}, False),
+        ({"skip_reading_prefix_cache": False, "prompt_logprobs": 1}, True),
+    ],
+)
+def test_parameters_say_whether_the_cache_is_read(
+    sampling: dict[str, Any], reads_cache: bool
+) -> None:
+    """What an engine computes anew, whatever it has cached, is no hit."""
+    body = {"token_ids": [1, 2, 3], "sampling_params": sampling}
+    assert _parse(Endpoint.GENERATE, body).reads_cache is reads_cache
+
+
 @pytest.mark.parametrize("size", [4, 2000])
 def test_token_ids_to_go_on_from_are_read_as_they_are(size: int) -> None:
     """The engine computes exactly them; all else of the request is beside or in the parameters."""
