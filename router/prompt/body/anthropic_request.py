@@ -164,8 +164,9 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("input")
     # As a string, the way OpenAI's form has them: a replica is asked with these messages too.
     text = json.dumps(arguments if isinstance(arguments, dict) else {})
-    function = {"name": block.get("name") or "", "arguments": text}
-    return {"id": block.get("id") or "", "type": "function", "function": function}
+    # The keys in the order of vLLM's own types, for templates that write a call as JSON.
+    function = {"arguments": text, "name": block.get("name") or ""}
+    return {"id": block.get("id") or "", "function": function, "type": "function"}
 
 
 def _tool_result(block: Mapping[str, Any], place: str) -> list[dict[str, Any]]:

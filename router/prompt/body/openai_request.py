@@ -39,7 +39,7 @@ def parse_chat(
         # A template is a program. One that a client sends is never run here.
         return OpaquePrompt("request_chat_template")
     return ChatPrompt(
-        messages=messages,
+        messages=[_with_ordered_calls(message) for message in messages],
         tools=chat_tools(fields),
         documents=_documents(fields),
         template_arguments=template_arguments(fields, fields.get("reasoning_effort")),
@@ -100,6 +100,26 @@ def _check_tool_calls(calls: object, place: str) -> None:
             raise BadRequest(
                 f"{place}[{index}]", describe(call), "must be an object with a function"
             )
+
+
+def _with_ordered_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a checked message with the keys of its calls in the order of vLLM's own types, which
+    templates that write a call as JSON show. The responses API makes calls in another one."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    ordered = [
+        _beginning_with(
+            {**call, "function": _beginning_with(call["function"], "arguments", "name")},
+            *("id", "function", "type"),
+        )
+        for call in calls
+    ]
+    return {**message, "tool_calls": ordered}
+
+
+def _beginning_with(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: fields[name] for name in names if name in fields} | fields
 
 
 def _documents(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:

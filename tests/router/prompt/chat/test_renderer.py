@@ -371,6 +371,68 @@ def test_a_turn_of_tool_results_alone_is_no_user_message() -> None:
     assert list(prompt.messages) == [{"role": "tool", "tool_call_id": "1", "content": "a\nb"}]
 
 
+_CALLS_AS_JSON = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "function"),
+    [
+        (
+            Endpoint.CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "index": 0,
+                                "type": "function",
+                                "function": {"name": "f", "x": 1, "arguments": '{"a": 1}'},
+                                "id": "1",
+                            }
+                        ],
+                    }
+                ]
+            },
+            '{"arguments": {"a": 1}, "name": "f", "x": 1}, "type": "function", "index": 0}',
+        ),
+        (
+            Endpoint.MESSAGES,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "tool_use", "name": "f", "input": {"a": 1}, "id": "1"}
+                        ],
+                    }
+                ]
+            },
+            '{"arguments": {"a": 1}, "name": "f"}, "type": "function"}',
+        ),
+        (
+            Endpoint.RESPONSES,
+            {
+                "input": [
+                    {"type": "function_call", "name": "f", "arguments": '{"a": 1}', "call_id": "1"}
+                ]
+            },
+            '{"name": "f", "arguments": {"a": 1}}, "type": "function"}',
+        ),
+    ],
+)
+def test_calls_have_the_order_that_templates_see(
+    endpoint: Endpoint, body: dict[str, Any], function: str
+) -> None:
+    """Mistral's templates write a call as JSON, so that another order of keys is another prompt:
+    vLLM's validation orders them as its types do, and the responses API makes them itself."""
+    expected = '{"id": "1", "function": ' + function
+    assert _render(_CALLS_AS_JSON, body, endpoint) == expected
+
+
 def test_inline_system_messages_move_to_the_front_only_where_they_must() -> None:
     """Templates that take a system message nowhere else refuse the conversation otherwise."""
     body = {"system": "top.", "messages": [_USER, {"role": "system", "content": "mid."}, _USER]}
