@@ -34,10 +34,9 @@ _PROCESSOR = "processor"
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """What clients of `/v1/messages` may ask for."""
 
+_TEMPLATE = "chat_template"
 # Template variables that are the renderer's own; a client's argument of the same name is ignored.
-_RESERVED = frozenset(
-    ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
-)
+_RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message", "tokenize"))
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,13 @@ class ChatRenderer:
 
         Raises:
             UntokenizableError: The model has no template, the engine does not use it, or it refused
-                the conversation.
+                the conversation; or the client brings its own.
         """
         if self._obstacle is not None:
             raise UntokenizableError(self._obstacle)
+        if _TEMPLATE in prompt.template_arguments:
+            # As in the field of that name: a client's template is never run here.
+            raise UntokenizableError("request_chat_template")
         template = self._choose(has_tools=prompt.tools is not None)
         if not has_media(prompt.messages):
             return RenderedChat(self._render(template, prompt, None))

@@ -371,6 +371,15 @@ def test_a_turn_of_tool_results_alone_is_no_user_message() -> None:
     assert list(prompt.messages) == [{"role": "tool", "tool_call_id": "1", "content": "a\nb"}]
 
 
+def test_a_template_among_the_arguments_is_the_client_s_own() -> None:
+    """Engines that trust clients' templates take it there as well, and not the model's."""
+    body = {"messages": [_USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    with pytest.raises(UntokenizableError, match="request_chat_template"):
+        _render(_CHATML, body)
+    body["chat_template_kwargs"] = {"chat_template": None}
+    assert "hi" in _render(_CHATML, body)
+
+
 _CALLS_AS_JSON = (
     "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
     "{% endfor %}"
