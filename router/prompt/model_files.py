@@ -85,7 +85,7 @@ def read_model_files(directory: Path) -> ModelFiles:
         added_tokens=_added_tokens(directory, config),
         splits_special_tokens=config.get("split_special_tokens") is True,
         model_type=_text_or_none(_read_object(directory / "config.json").get("model_type")),
-        has_mistral_tokenizer=(directory / "tekken.json").exists(),
+        has_mistral_tokenizer=_has_mistral_tokenizer(directory),
     )
 
 
@@ -198,6 +198,12 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Mappi
         ):
             raise ModelFilesError(path, describe(token), rule)
     return {int(token_id): token for token_id, token in tokens.items()}
+
+
+def _has_mistral_tokenizer(directory: Path) -> bool:
+    """Look for the names that vLLM looks for: older models have `tokenizer.model.v3`."""
+    names = ("tekken.json", "tokenizer.model.v*")
+    return any(True for name in names for _ in directory.glob(name))
 
 
 def _text_or_none(value: object) -> str | None:

@@ -138,10 +138,17 @@ def test_truncation_and_padding_of_the_file_are_ignored(
     assert _ids(write_model(tokenizer), text) == tokenizer_file.encode(text).ids
 
 
-def test_mistral_s_own_tokenizer_is_noticed(write_model: _Write, tokenizer_file: Tokenizer) -> None:
-    """Engines prefer it, and it renders chats by itself."""
-    files = write_model(tokenizer_file, tekken_json={}, config_json={"model_type": "mistral"})
-    assert (files.has_mistral_tokenizer, files.model_type) == (True, "mistral")
+@pytest.mark.parametrize(
+    ("name", "is_noticed"),
+    [("tekken_json", True), ("tokenizer.model.v3", True), ("tokenizer.model", False)],
+)
+def test_mistral_s_own_tokenizer_is_noticed(
+    write_model: _Write, tokenizer_file: Tokenizer, name: str, is_noticed: bool
+) -> None:
+    """Engines prefer it, under both of its names, and it renders chats by itself."""
+    others = {name: "{}", "config_json": {"model_type": "mistral"}}
+    files = write_model(tokenizer_file, **others)
+    assert (files.has_mistral_tokenizer, files.model_type) == (is_noticed, "mistral")
 
 
 @pytest.mark.parametrize(
