@@ -182,9 +182,12 @@ def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
         arguments["documents"] = prompt.documents
     fields: dict[str, Any] = {
         "messages": [_chat_message(message) for message in prompt.messages],
-        "add_generation_prompt": prompt.add_generation_prompt,
         "continue_final_message": prompt.continue_final_message,
     }
+    if not prompt.add_generation_prompt:
+        # Not where it is the default: SGLang then renders as for a chat, and refuses the field
+        # itself where it writes a model's chats with code of its own.
+        fields["add_generation_prompt"] = False
     if prompt.tools is not None:
         fields["tools"] = prompt.tools
     if arguments:

@@ -89,7 +89,7 @@ class _Replica:
         else:
             prompt = ChatPrompt(
                 body["messages"],
-                add_generation_prompt=body["add_generation_prompt"],
+                add_generation_prompt=body.get("add_generation_prompt", True),
                 add_special_tokens=special,
             )
         ids = self.local.finish(self.local.prepare(prompt, None)).tolist()
@@ -252,6 +252,12 @@ async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> N
             },
         }
     ]
+
+
+async def test_a_replica_is_not_told_its_own_default(replica: _Replica) -> None:
+    """SGLang 0.5.23 refuses the field, true or false, where it renders a model's chats by code."""
+    await Tokenization(remote=RemoteTokenizer(replica.fetch)).tokenize(_spec(Endpoint.CHAT, _CHAT))
+    assert "add_generation_prompt" not in replica.bodies[0]
 
 
 _INPUT_TEXT = {"type": "input_text", "text": "hello"}
