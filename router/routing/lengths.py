@@ -56,12 +56,13 @@ def check_length(
 
 
 def _entries(replicas: Iterable[Replica], name: str | None) -> Iterable[dict[str, object]]:
-    """Yield each replica's entry for the model; an empty one where it reports none."""
+    """Yield each replica's entry for the model; an empty one where it reports none. An adapter's
+    entry has no length: that of its model counts."""
     for replica in replicas:
         served = replica.served.models
         found = [
             entry
             for entry_name, entry in replica.model_entries.items()
-            if entry_name == name or entry_name in served
+            if entry_name in served or (entry_name == name and not entry.get("parent"))
         ]
         yield from found or [{}]

@@ -464,6 +464,19 @@ async def test_what_every_engine_cuts_is_not_refused(
     assert decision.prompt_tokens == (2 if lengths == (3, 3) else 5)
 
 
+async def test_an_adapter_takes_as_much_as_its_model(setting: Setting) -> None:
+    """Its own entry in `/v1/models` has no length, and its prompts were neither cut nor refused."""
+    replica = setting.add("r0")
+    _takes(replica, 3)
+    adapter = {"id": "a", "owned_by": "vllm", "parent": "m", "max_model_len": None}
+    replica.model_entries = {**replica.model_entries, "a": adapter}
+    body = _FIVE.replace(b'"m"', b'"a"')
+    cut = body[:-1] + b', "truncate_prompt_tokens": -1}'
+    assert (await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, cut)).prompt_tokens == 2
+    with pytest.raises(PromptTooLong):
+        await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
+
+
 async def test_a_body_that_cannot_be_read_is_a_bad_request(setting: Setting) -> None:
     """In both forms, with the place."""
     for endpoint in (Endpoint.COMPLETIONS, None):
