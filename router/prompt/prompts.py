@@ -108,6 +108,8 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Keeps cached blocks of different tenants apart. SGLang also takes one for each prompt."""
     lora_name: str | None = None
     """Only where the body names it beside the model; the caller resolves *model*."""
+    adapters: tuple[str, ...] = ()
+    """All that the body names so; several where each prompt of a batch may have its own."""
     session: str | None = None
     """The client's name for its conversation, for session policies."""
     body_bytes: int = 0

@@ -204,6 +204,8 @@ class Dispatcher:
         model, lora_name = self._resolve(spec.model)
         if not named and terms.check_model is not None:
             terms.check_model(model.name)
+        for adapter in (lora_name if target is None else None, *spec.adapters):
+            _check_adapter(terms, adapter, named)
         self._look_for_ends(model, lora_name, spec)
         if spec.is_cut_to_model:
             length = common_length(self.serving(model, lora_name).able.values(), spec.model)
@@ -371,6 +373,7 @@ class Dispatcher:
         model, lora_name = self._resolve(name if target is None else target)
         if not name and check_model is not None:
             check_model(model.name)
+        _check_adapter(terms, lora_name if target is None else None, name)
         asked = ModelRequest(
             body=body, model=model, tenant=terms.tenant, named=name, target=target, rename=rename
         )
@@ -454,6 +457,13 @@ def _owned(spec: PromptSpec, body: bytes, owner: ResponseOwner | None) -> bytes:
     if spec.stored_response is not None:
         owner.check(spec.stored_response)
     return owner.name_response(body) if spec.endpoint is Endpoint.RESPONSES else body
+
+
+def _check_adapter(terms: Terms, adapter: str | None, named: str | None) -> None:
+    """Check that the key is for an adapter under its own name, where the client names it beside its
+    model or together with it: a key for the model is none for that."""
+    if adapter is not None and adapter != named and terms.check_model is not None:
+        terms.check_model(adapter)
 
 
 def _no_other(_chosen: Candidate) -> None:

@@ -79,6 +79,7 @@ def parse_request(
         fields = _with_sampling(fields)
     model = _model(fields, endpoint)
     prompts = _PARSERS[form](fields, _truncation(fields, form))
+    adapters = _adapters(fields, endpoint)
     return PromptSpec(
         endpoint=form,
         model=model,
@@ -86,7 +87,8 @@ def parse_request(
         stream="stream" in fields and is_true(fields["stream"]),
         choices=(as_count(fields["n"]) or 1) if "n" in fields else 1,
         cache_salt=_salt(fields, form, len(prompts)) if "cache_salt" in fields else None,
-        lora_name=_adapter(fields, endpoint),
+        lora_name=adapters[0] if len(adapters) == 1 else None,
+        adapters=tuple(each for each in adapters if each is not None),
         session=_session(fields),
         body_bytes=len(body),
         reads_cache=_reads_cache(fields, form),
@@ -106,15 +108,14 @@ def _model(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
     return model
 
 
-def _adapter(fields: Mapping[str, Any], endpoint: Endpoint) -> str | None:
-    """Read the adapter that is named beside the model: `lora_path` is SGLang's, and may be a list
-    with one for each prompt."""
+def _adapters(fields: Mapping[str, Any], endpoint: Endpoint) -> tuple[str | None, ...]:
+    """Read the adapters that are named beside the model, each once; None is the model itself.
+    `lora_path` is SGLang's, and may be a list with one for each prompt."""
     if endpoint is Endpoint.ROUTE and (named := optional_text(fields, "lora_name", "$")):
-        return named
+        return (named,)
     given = fields.get("lora_path")
-    if isinstance(given, list) and given and given.count(given[0]) == len(given):
-        given = given[0]
-    return given if isinstance(given, str) and given else None
+    each = given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(one if isinstance(one, str) and one else None for one in each))
 
 
 def _with_sampling(fields: dict[str, Any]) -> dict[str, Any]:

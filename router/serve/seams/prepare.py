@@ -386,7 +386,7 @@ def _is_usual(asked: Asked) -> bool:
         and _is_of_words(spec.prompts[0])
         and spec.reads_cache
         and spec.stored_response is None
-        and not spec.lora_name
+        and not spec.adapters
         and not spec.has_report_mode
         and bool(spec.model or not asked.model.aliases)
     )

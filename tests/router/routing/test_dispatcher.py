@@ -464,6 +464,33 @@ async def test_what_every_engine_cuts_is_not_refused(
     assert decision.prompt_tokens == (2 if lengths == (3, 3) else 5)
 
 
+@pytest.mark.parametrize(
+    ("body", "checked"),
+    [
+        (b'{"model": "m", "prompt": [1]}', ["m"]),
+        (b'{"model": "a", "prompt": [1]}', ["a"]),
+        (b'{"model": "m:a", "prompt": [1]}', ["m:a", "a"]),
+        (b'{"model": "m", "prompt": [1], "lora_path": "a"}', ["m", "a"]),
+        (
+            b'{"model": "m", "prompt": [[1], [2], [3]], "lora_path": ["a", null, "b"]}',
+            ["m", "a", "b"],
+        ),
+    ],
+)
+async def test_a_key_is_checked_for_an_adapter_however_it_is_named(
+    setting: Setting, body: bytes, checked: list[str]
+) -> None:
+    """A key for `m*` is none for the adapters of m."""
+    setting.add("r0")
+    names: list[str] = []
+    await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body, Terms(check_model=names.append))
+    assert names == checked
+    if b"lora_path" not in body:
+        names.clear()
+        await setting.dispatcher.dispatch(None, body, Terms(check_model=names.append))
+        assert names == checked
+
+
 async def test_an_adapter_takes_as_much_as_its_model(setting: Setting) -> None:
     """Its own entry in `/v1/models` has no length, and its prompts were neither cut nor refused."""
     replica = setting.add("r0")
