@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import zmq
 
@@ -26,7 +26,7 @@ class PeerClient:
     FETCH_S = 5.0
     """The longest fetch of `MOST_FETCHED` blocks."""
     SILENT_S = 5.0
-    """How long a silent peer is not asked."""
+    """How long a silent peer is neither asked nor fetched from."""
     MOST_SILENT = 1024
     """The most silent peers that are remembered."""
 
@@ -41,6 +41,9 @@ class PeerClient:
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._silent_until: dict[PeerSource, float] = {}
+        self._unfetched_until: dict[PeerSource, float] = {}
+        """Peers whose last fetch failed. One that is only slow to answer a question is not among
+        them: what it has promised others may still be fetched."""
 
     def find(self, source: PeerSource, keys: Sequence[OffloadKey]) -> PeerBlocks:
         """Ask which blocks a peer holds; empty if it does not answer.
@@ -55,7 +58,7 @@ class PeerClient:
                 source, PeerQuestion(self._identity, list(keys)), self._answer_s, 1
             )
         except TransferError:
-            self._note_silence(source)
+            self._leave_alone(source, self._silent_until)
             return PeerBlocks(source, frozenset())
         held = unpack_bits(bits, len(keys))
         return PeerBlocks(
@@ -69,14 +72,21 @@ class PeerClient:
             keys: Any number; they are fetched `MOST_FETCHED` at a time.
 
         Raises:
-            TransferError: The peer does not answer, or has one of them no longer.
+            TransferError: The peer does not answer, did not lately, or has one of them no longer.
         """
+        if self._is_left_alone(source, self._unfetched_until):
+            raise TransferError(f"peer tier: {source.host}:{source.port} did not answer lately")
         found: list[bytes] = []
-        for first in range(0, len(keys), MOST_FETCHED):
-            some: list[bytes] = [*keys[first : first + MOST_FETCHED]]
-            found += self._exchange(
-                source, PeerFetch(self._identity, some), self.FETCH_S, len(some)
-            )
+        try:
+            for first in range(0, len(keys), MOST_FETCHED):
+                some: list[bytes] = [*keys[first : first + MOST_FETCHED]]
+                found += self._exchange(
+                    source, PeerFetch(self._identity, some), self.FETCH_S, len(some)
+                )
+        except TransferError:
+            for silent in (self._silent_until, self._unfetched_until):
+                self._leave_alone(source, silent)
+            raise
         if not all(found):
             raise TransferError("peer tier: a block was evicted since its peer was asked")
         return found
@@ -100,11 +110,14 @@ class PeerClient:
 
     def is_silent(self, source: PeerSource) -> bool:
         """Return whether a peer is left alone, since it did not answer lately."""
-        with self._lock:
-            return time.monotonic() < self._silent_until.get(source, 0.0)
+        return self._is_left_alone(source, self._silent_until)
 
-    def _note_silence(self, source: PeerSource) -> None:
+    def _is_left_alone(self, source: PeerSource, silent: Mapping[PeerSource, float]) -> bool:
         with self._lock:
-            if len(self._silent_until) >= self.MOST_SILENT:
-                self._silent_until.clear()
-            self._silent_until[source] = time.monotonic() + self.SILENT_S
+            return time.monotonic() < silent.get(source, 0.0)
+
+    def _leave_alone(self, source: PeerSource, silent: dict[PeerSource, float]) -> None:
+        with self._lock:
+            if len(silent) >= self.MOST_SILENT:
+                silent.clear()
+            silent[source] = time.monotonic() + self.SILENT_S

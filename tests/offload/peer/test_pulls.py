@@ -90,6 +90,16 @@ class Peer:
             EngineRequest(name, prompt, sampling, kv_transfer_params=params)
         )
 
+    def finish_all(self, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+        """What it generates for requests that are there at the same time."""
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            self.engine.add_request(request)
+        while self.engine.has_work:
+            for output in self.engine.step():
+                tokens[output.request_id] += output.new_token_ids
+        return tokens
+
     def finish(self, request: EngineRequest) -> tuple[list[int], int]:
         self.engine.add_request(request)
         tokens: list[int] = []
@@ -192,6 +202,31 @@ def test_a_peer_that_died_since_costs_one_recompute(
     holder.engine.close()
     assert puller.finish(request)[0] == expected
     assert puller.pulls.statistics().failed_pulls == 1
+
+
+def test_only_the_first_of_many_pulls_waits_for_a_peer_that_died_since(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pulls are copied one after another: each would wait its turn, and then its whole time."""
+    monkeypatch.setattr(PeerClient, "FETCH_S", 0.05)
+    monkeypatch.setattr(PeerClient, "SILENT_S", 3600.0)
+    holder, puller = start(), start(False)
+    prompts = {name: [ord(name), *PROMPT] for name in "abc"}
+    expected = {name: holder.serve(name, prompt)[0] for name, prompt in prompts.items()}
+    requests = [puller.ask(name, prompt, holder.address) for name, prompt in prompts.items()]
+    holder.engine.close()
+    waited: list[PeerSource] = []
+    exchange = PeerClient._exchange
+
+    def counted(self: PeerClient, source: PeerSource, *rest: Any) -> list[bytes]:
+        waited.append(source)
+        return exchange(self, source, *rest)
+
+    monkeypatch.setattr(PeerClient, "_exchange", counted)
+    assert puller.finish_all(requests) == expected
+    assert puller.pulls.statistics().failed_pulls == 3
+    assert len(waited) == 1
+    assert puller.spec.peers.is_silent(waited[0])
 
 
 def test_a_silent_peer_is_not_asked_for_a_while(
