@@ -27,6 +27,9 @@ from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
 from offload.request import NO_HINTS, CacheRequest, RequestHasher, RetentionHints
 
+_PASSED_OVER = 32
+"""The most sequences that a step looks up in vain, since others are loading their blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -51,10 +54,16 @@ class _Step:
     """Tokens that it computes, by request id."""
     is_closed: bool = False
     """Nothing more is admitted."""
+    num_passed_over: int = 0
 
     def compute(self, sequence: SequenceInProgress, count: int) -> None:
         self.counts[sequence.request.request_id] = count
         self.budget -= count
+
+    def pass_over(self) -> None:
+        """Let others go ahead of one that wants blocks which are being loaded for another."""
+        self.num_passed_over += 1
+        self.is_closed = self.num_passed_over >= _PASSED_OVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +255,11 @@ class Scheduler:
         step.compute(sequence, count)
 
     def _try_to_admit(self, sequence: SequenceInProgress, step: _Step) -> None:
-        has_slot = self._num_held < self._config.max_num_seqs
-        count = self._admit(sequence, step.budget) if has_slot else None
-        if count is None:
+        if self._num_held >= self._config.max_num_seqs:
             step.is_closed = True
+            return
+        count = self._admit(sequence, step)
+        if count is None:
             return
         self._waiting.remove(sequence)
         if count:
@@ -316,8 +326,8 @@ class Scheduler:
     def _wait(self, sequence: SequenceInProgress) -> None:
         insort(self._waiting, sequence, key=self._order.place)
 
-    def _admit(self, sequence: SequenceInProgress, budget: int) -> int | None:
-        """Give a waiting sequence blocks if they fit.
+    def _admit(self, sequence: SequenceInProgress, step: _Step) -> int | None:
+        """Give a waiting sequence blocks if they fit; if not, nothing more is admitted.
 
         Returns:
             Tokens it computes in this step, 0 if it loads first; None if it has to wait.
@@ -333,10 +343,13 @@ class Scheduler:
             else ExternalHit(computed.num_tokens, 0)
         )
         if hit is None:
+            step.pass_over()
             return None
         must_load = hit.num_external_tokens > 0
         count = (
-            0 if must_load else self._next_count(sequence, computed.num_tokens, budget, computed)
+            0
+            if must_load
+            else self._next_count(sequence, computed.num_tokens, step.budget, computed)
         )
         blocks = self._cache.allocate_slots(
             cached,
@@ -347,6 +360,7 @@ class Scheduler:
             full_sequence_must_fit=True,
         )
         if blocks is None:
+            step.is_closed = True
             return None
         if is_first:
             self._count_hits(sequence, hit)

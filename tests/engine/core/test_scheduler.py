@@ -194,6 +194,28 @@ def test_states_end_with_blocks_and_where_prompts_diverge() -> None:
     ]
 
 
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_only_those_that_want_the_same_blocks_wait_for_a_load(policy: SchedulingPolicy) -> None:
+    """It may take long, as a pull from an engine that died does."""
+    slow = TimeModel(transfer_bytes_per_s=1e5)
+    engine, watch, _ = engine_of(
+        num_blocks=80, cpu_blocks=500, time_model=slow, scheduling_policy=policy
+    )
+    prompt = list(range(100))
+    engine.add_request(request("first", prompt, 1))
+    finish(engine)
+    engine.cache.evict_blocks(range(1, 80))
+    for name in ("loads", "the same"):
+        engine.add_request(request(name, prompt, 1))
+    engine.step()
+    engine.add_request(request("another", list(range(200, 350)), 1))
+    engine.step()
+    assert [chunk.request_id for chunk in watch.chunks] == ["another"]
+    outputs = finish(engine)
+    assert list(outputs) == ["loads", "the same"]
+    assert outputs["the same"][0].num_cached_tokens == 96
+
+
 def test_a_request_waits_for_its_load_while_others_run() -> None:
     """A copy takes longer than a step."""
     slow = TimeModel(transfer_bytes_per_s=1e5)
