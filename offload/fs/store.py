@@ -40,8 +40,10 @@ from offload.fs.block_file import (
 _MANIFEST = "manifest.json"
 _MANIFEST_FORMAT = 1
 _LOCK = "lock"
+_OPENING = "opening"
+"""Locked while a new directory gets its manifest."""
 _TEMPORARY = ".tmp"
-_OURS = {_MANIFEST, f"{_MANIFEST}{_TEMPORARY}", _LOCK}
+_OURS = {_MANIFEST, f"{_MANIFEST}{_TEMPORARY}", _LOCK, _OPENING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,17 +290,34 @@ class BlockStore(BlockFiles):
 
     def _open(self, manifest: bytes) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        found = None
-        with suppress(FileNotFoundError):
-            found = (self.root / _MANIFEST).read_bytes()
+        found = self._found_manifest()
         if found is None:
-            self._refuse_foreign_files()
-            self._write_manifest(manifest)
-        elif found != manifest:
+            found = self._begin(manifest)
+        if found != manifest:
             raise CacheConfigError(
                 f"disk tier {self.root}: {_MANIFEST} must be that of this layout and identity; "
                 "use another directory, or delete what is in this one"
             )
+
+    def _found_manifest(self) -> bytes | None:
+        try:
+            return (self.root / _MANIFEST).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _begin(self, manifest: bytes) -> bytes:
+        """Return the manifest of a new directory: this one, unless another process was first."""
+        self._refuse_foreign_files()
+        opening = os.open(self.root / _OPENING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(opening, fcntl.LOCK_EX)
+            found = self._found_manifest()
+            if found is not None:
+                return found
+            self._write_manifest(manifest)
+            return manifest
+        finally:
+            os.close(opening)
 
     def _write_manifest(self, manifest: bytes) -> None:
         temporary = self.root / f"{_MANIFEST}{_TEMPORARY}"
@@ -310,7 +329,8 @@ class BlockStore(BlockFiles):
 
     def _refuse_foreign_files(self) -> None:
         foreign = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
-        if foreign:
+        # Another process may have begun meanwhile: then there is a manifest.
+        if foreign and self._found_manifest() is None:
             raise CacheConfigError(
                 f"disk tier {self.root}: holds {foreign[0]!r} and no {_MANIFEST}; "
                 "a new directory must be empty"

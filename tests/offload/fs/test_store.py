@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,55 @@ def test_the_same_layout_opens_again(store: BlockStore) -> None:
     store.write(KEY, memoryview(DATA))
     again = BlockStore(store.root, store.payload_bytes)
     assert read(again, KEY) == DATA
+
+
+OPENER = """
+import sys
+from pathlib import Path
+from offload.errors import CacheConfigError
+from offload.fs.store import BlockStore
+print(flush=True)
+for line in sys.stdin:
+    try:
+        BlockStore(Path(line.strip()), [8], sys.argv[1])
+    except CacheConfigError:
+        print("refused", flush=True)
+    else:
+        print("opened", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("others", "outcomes"), [("a", ["opened", "opened"]), ("b", ["opened", "refused"])]
+)
+def test_a_new_directory_is_the_first_ones_that_opens_it(
+    tmp_path: Path, others: str, outcomes: list[str]
+) -> None:
+    """An engine's two processes start together; so may two engines that were given one directory by
+    mistake."""
+    with ExitStack() as stack:
+        openers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", OPENER, identity],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=Path(__file__).parents[3],
+                    text=True,
+                )
+            )
+            for identity in ("a", others)
+        ]
+        pipes = [(opener.stdin, opener.stdout) for opener in openers]
+        for _, found in pipes:
+            assert found is not None
+            assert found.readline() == "\n", "it is ready"
+        for number in range(30):
+            for asked, _ in pipes:
+                assert asked is not None
+                asked.write(f"{tmp_path / str(number)}\n")
+                asked.flush()
+            assert sorted(found.readline().strip() for _, found in pipes if found) == outcomes
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
