@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvevents.errors import EndpointError
 from kvevents.events import CPU, STORAGE
 from kvroute_engine.core.build import EngineConfig, build_engine
 from kvroute_engine.core.engine import Engine
@@ -132,6 +133,18 @@ def test_if_a_tier_cannot_be_made_those_before_it_are_closed(installed: Path) ->
             [TierConfig("peer", peer), TierConfig("peer", {**peer, "fails": "manager"})], host_of()
         )
     assert [spec.closed for spec in sys.modules["kvroute_peer_tier"].made] == [1, 1]
+
+
+@pytest.mark.parametrize("option", [{"kv_events_endpoint": "nonsense"}, {"second": True}])
+def test_an_engine_that_cannot_be_made_closes_its_tiers(
+    installed: Path, option: dict[str, Any]
+) -> None:
+    """Another attempt in the same process would find the directory in use."""
+    peer = TierConfig("peer", {"num_blocks": 4, "peer": "a"})
+    tiers = (peer, peer) if option.pop("second", False) else (peer,)
+    with pytest.raises((EndpointError, CacheConfigError)):
+        engine_of(*tiers, **option)
+    assert [spec.closed for spec in sys.modules["kvroute_peer_tier"].made] == [1] * len(tiers)
 
 
 # --- a plug-in in an engine -----------------------------------------------------------------------

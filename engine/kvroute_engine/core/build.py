@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -129,26 +130,30 @@ def build_engine(
     clock = clock or RealClock()
     backend = _backend(config, model, clock)
     tiers = create_tiers(config.lower_tiers, _tier_host(model, cache, publishes, backend))
-    connector = _connector(config, cache, tiers)
-    chain = HashChain.from_seed()
-    limits = SchedulerConfig(
-        config.max_num_batched_tokens,
-        config.max_num_seqs,
-        model.max_model_len,
-        config.scheduling_policy,
-    )
-    return Engine(
-        model=model,
-        cache=cache,
-        scheduler=Scheduler(
-            limits, cache, RequestHasher(chain, model.block_size), config.eos_token_id, connector
-        ),
-        runner=backend.runner,
-        publisher=publisher or _publisher(config, cache.config.layout, chain),
-        connector=connector,
-        tiers=tiers,
-        clock=clock if config.simulate else None,
-    )
+    with ExitStack() as unfinished:
+        for made in tiers:
+            unfinished.callback(made.close)
+        connector = _connector(config, cache, tiers)
+        chain = HashChain.from_seed()
+        limits = SchedulerConfig(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            model.max_model_len,
+            config.scheduling_policy,
+        )
+        hasher = RequestHasher(chain, model.block_size)
+        engine = Engine(
+            model=model,
+            cache=cache,
+            scheduler=Scheduler(limits, cache, hasher, config.eos_token_id, connector),
+            runner=backend.runner,
+            publisher=publisher or _publisher(config, cache.config.layout, chain),
+            connector=connector,
+            tiers=tiers,
+            clock=clock if config.simulate else None,
+        )
+        unfinished.pop_all()
+    return engine
 
 
 def _connector(
