@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from offload.base import OffloadingManager, OffloadingWorker
 from offload.cpu.manager import CPUOffloadingManager
+from offload.errors import CacheConfigError
 from offload.fs.manager import FileOffloadingManager
 from offload.tiers.base import OffloadingSpec, TierHost
 from offload.tiers.options import Count, TierOptions, read_options
@@ -74,15 +76,17 @@ class FileOffloadingSpec(OffloadingSpec):
     def __init__(self, options: Mapping[str, Any], host: TierHost) -> None:
         """
         Raises:
-            CacheConfigError: An option does not fit, or the directory is another cache's.
+            CacheConfigError: An option does not fit, or the directory is another cache's or cannot
+                be used.
         """
         self._options = read_options(FileTierOptions, "fs", options)
         self._host = host
         sizes = self._options.sizes(host)
         payload_bytes = [page * k for page, k in zip(host.page_bytes, sizes, strict=True)]
-        self._store, self._worker = host.backend.disk(
-            self._options.directory, payload_bytes, host.identity, sizes
-        )
+        with self._reported():
+            self._store, self._worker = host.backend.disk(
+                self._options.directory, payload_bytes, host.identity, sizes
+            )
 
     @property
     @override
@@ -92,9 +96,20 @@ class FileOffloadingSpec(OffloadingSpec):
     @override
     def create_manager(self) -> OffloadingManager:
         options = self._options
-        return options.filtered(
-            FileOffloadingManager(self._store, options.max_bytes, options.needs_events(self._host))
-        )
+        events = options.needs_events(self._host)
+        with self._reported():
+            manager = FileOffloadingManager(self._store, options.max_bytes, events)
+        return options.filtered(manager)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Report what the system says about the directory as a fault of the option."""
+        try:
+            yield
+        except OSError as error:
+            raise CacheConfigError(
+                f"fs tier: directory {self._options.directory}: {error.strerror}"
+            ) from None
 
     @override
     def create_worker(self) -> OffloadingWorker:

@@ -203,6 +203,18 @@ def test_a_directory_of_other_weights_is_refused(change: dict[str, int], tmp_pat
         build_engine(replace(config, **change))
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "locked"])
+def test_a_directory_that_cannot_be_used_is_refused(place: str, tmp_path: Path) -> None:
+    """With its name and the system's reason, and no traceback."""
+    (tmp_path / "file").touch()
+    config = EngineConfig(preset="full", num_blocks=100, device="cpu")
+    build_engine(replace(config, disk_directory=tmp_path / "locked")).close()
+    (tmp_path / "locked/lock").unlink()
+    (tmp_path / "locked/lock").mkdir()
+    with pytest.raises(CacheConfigError, match=f"fs tier: directory .*{place}: [A-Z]"):
+        build_engine(replace(config, disk_directory=tmp_path / place))
+
+
 def test_sampled_tokens_do_not_depend_on_the_batch_or_on_chunks() -> None:
     """A seed is a promise."""
     sampled = []
