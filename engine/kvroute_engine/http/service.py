@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -178,7 +179,7 @@ class EngineService:
             await self._thread.call(partial(self._add, requests))
         except EngineRequestError:
             self._refused += 1
-            generation.close()
+            self._withdraw(requests)
             raise
         except BaseException:
             generation.close()
@@ -282,8 +283,11 @@ class EngineService:
     # --- called on the engine's thread ------------------------------------------------------------
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
-        for request in requests:
-            self._engine.add_request(request)
+        with ExitStack() as if_refused:
+            for request in requests:
+                self._engine.add_request(request)
+                if_refused.callback(self._engine.abort, request.request_id)
+            if_refused.pop_all()
 
     # --- called on the event loop -----------------------------------------------------------------
 
@@ -323,6 +327,14 @@ class EngineService:
             self._observer.on_first_token(now - latency.arrived_at)
         else:
             self._observer.on_next_tokens(now - before, count)
+
+    def _withdraw(self, requests: Sequence[EngineRequest]) -> None:
+        """Forget requests of which the engine refused one, and so took none."""
+        for request in requests:
+            self._generations.pop(request.request_id, None)
+            self._latencies.pop(request.request_id, None)
+        if not self._generations:
+            self._idle.set()
 
     def _forget(self, request_id: str, reason: FinishReason, now: float) -> None:
         self._generations.pop(request_id, None)

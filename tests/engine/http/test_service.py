@@ -174,7 +174,9 @@ async def test_requests_are_admitted_all_or_none() -> None:
         with pytest.raises(EngineRequestError, match="prompt"):
             await now.service.generate(good, bad)
         await now.until_free()
-        assert now.service.statistics().in_flight == 0
+        found = now.service.statistics()
+        assert (found.in_flight, found.refused) == (0, 1)
+        assert (found.aborted, now.times.ends) == (0, []), "no client has left"
         assert len(await collect(await now.service.generate(good))) == 6
 
 
