@@ -300,7 +300,8 @@ class Scheduler:
             self._running.append(sequence)
         for request_id in failed:
             sequence = self._sequences[request_id]
-            sequence.num_cached_tokens = None
+            if sequence.loads_at_first:
+                sequence.num_cached_tokens = None
             self._give_up_blocks(sequence)
             self._wait(sequence)
 
@@ -365,6 +366,7 @@ class Scheduler:
         if is_first:
             self._count_hits(sequence, hit)
         if must_load:
+            sequence.loads_at_first = is_first
             self._start_load(sequence, hit)
         else:
             cached.num_computed_tokens = computed.num_tokens

@@ -38,6 +38,8 @@ class SequenceInProgress:
     """The hit of all groups together when `group_hits` was looked up; -1 before that."""
     loaded_tokens: int = 0
     """Position at which it continues once its load has finished."""
+    loads_at_first: bool = False
+    """Its load belongs to the first admission, which has not happened if the load fails."""
     output: list[int] = field(default_factory=list)
 
     @property

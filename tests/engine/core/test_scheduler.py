@@ -14,6 +14,7 @@ from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import EngineRequest, FinishReason, SamplingParams, StepOutput
 from kvroute_engine.core.serving_order import SchedulingPolicy
 from kvroute_engine.core.time_model import TimeModel, VirtualClock
+from offload.base import Direction, TransferResult
 from offload.errors import CacheConfigError, EngineRequestError
 
 PRESETS = ["full", "gemma", "gptoss", "llama4", "mamba-hybrid"]
@@ -234,6 +235,30 @@ def test_a_request_waits_for_its_load_while_others_run() -> None:
     assert list(outputs) == ["other", "again"]
     assert outputs["again"][0].num_cached_tokens == 96
     assert engine.statistics().cache.counts.external_tokens == 96
+
+
+def test_a_failed_load_after_a_preemption_changes_nothing_about_the_first_admission(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request would find its own blocks, and report them as cached."""
+    engine, _, _ = engine_of(num_blocks=20, cpu_blocks=500)
+    worker = engine.tiers[0].worker
+    get_finished = worker.get_finished
+    failed: list[int] = []
+
+    def fail_loads() -> list[TransferResult]:
+        found = get_finished()
+        loads = [each.job_id for each in found if each.direction is Direction.LOAD]
+        failed.extend(loads)
+        return [replace(each, success=each.job_id not in loads) for each in found]
+
+    monkeypatch.setattr(worker, "get_finished", fail_loads)
+    engine.add_request(request("a", [1] * 100, 100))
+    engine.add_request(request("b", [2] * 100, 100))
+    outputs = finish(engine)
+    assert engine.statistics().scheduler.preemptions == 1
+    assert len(failed) == 1
+    assert {output.num_cached_tokens for output in outputs["b"]} == {0}
 
 
 def test_waiting_requests_go_by_their_priority_and_running_ones_are_not_held_up() -> None:
