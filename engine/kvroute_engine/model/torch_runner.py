@@ -13,6 +13,9 @@ from kvroute_engine.model.kv_pages import KVPages
 from kvroute_engine.model.model import Transformer
 from offload.errors import CacheConfigError
 
+_LOWEST_TEMPERATURE = 0.01
+"""Lower ones above 0 count as this, as in vLLM: divided by less, logits become infinite."""
+
 
 class TorchRunner:
     """A model and its pages on one device."""
@@ -65,5 +68,6 @@ def choose(logits: Tensor, chunk: SequenceChunk) -> int:
     generator = torch.Generator(logits.device).manual_seed(
         hash((chunk.sampling.seed or 0, chunk.stop)) % 2**63
     )
-    probabilities = torch.softmax(logits / chunk.sampling.temperature, -1)
+    temperature = max(chunk.sampling.temperature, _LOWEST_TEMPERATURE)
+    probabilities = torch.softmax(logits / temperature, -1)
     return int(torch.multinomial(probabilities, 1, generator=generator))

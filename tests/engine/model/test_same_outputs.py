@@ -233,3 +233,14 @@ def test_sampled_tokens_do_not_depend_on_the_batch_or_on_chunks() -> None:
         sampled.append(outputs.tokens)
     assert sampled[0] == sampled[1] == sampled[2]
     assert len({tuple(tokens) for tokens in sampled[0].values()}) == 4
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-39, 5e-324])
+def test_the_lowest_temperatures_end_no_engine(temperature: float) -> None:
+    """Probabilities that overflow would fail the step, and with it all other requests."""
+    engine = build_engine(EngineConfig(preset="full", num_blocks=100, device="cpu"))
+    sampling = SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True)
+    engine.add_request(EngineRequest("a", [1, 2, 3], sampling))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    engine.close()
+    assert len(outputs) == 4
