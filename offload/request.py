@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import Any
 
 from typing_extensions import Self
@@ -70,6 +71,7 @@ class PeerSource:
     """Another engine from whose tier in memory a request's blocks may be pulled."""
 
     host: str
+    """An IPv6 address has brackets."""
     port: int
 
     @classmethod
@@ -86,11 +88,21 @@ class PeerSource:
         if not isinstance(source, Mapping):
             raise EngineRequestError(f"{place}: {type(source).__name__} must be an object")
         host, port = source.get("remote_host"), source.get("remote_port")
-        if not isinstance(host, str) or not _HOST.fullmatch(host):
+        in_url = _in_url(host) if isinstance(host, str) else ""
+        if not _HOST.fullmatch(in_url):
             raise EngineRequestError(f"{place}.remote_host: {host!r:.40} must be a name or address")
         if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65_536:
             raise EngineRequestError(f"{place}.remote_port: {port!r:.40} must be 1 to 65535")
-        return cls(host, port)
+        return cls(in_url, port)
+
+
+def _in_url(host: str) -> str:
+    """Return a name or address as it stands in a URL: an IPv6 address in brackets."""
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return host
+    return f"[{host}]"
 
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")

@@ -296,6 +296,9 @@ def test_a_fetch_of_what_is_no_key_gets_nothing(start: Start, key: bytes) -> Non
         ({}, "remote_host"),
         ({"remote_host": "a b", "remote_port": 7777}, "remote_host"),
         ({"remote_host": "a/../b", "remote_port": 7777}, "remote_host"),
+        ({"remote_host": "a:7", "remote_port": 7777}, "remote_host"),
+        ({"remote_host": "10.0.0.1:7/", "remote_port": 7777}, "remote_host"),
+        ({"remote_host": "[fd00::1", "remote_port": 7777}, "remote_host"),
         ({"remote_host": "x" * 300, "remote_port": 7777}, "remote_host"),
         ({"remote_host": "a", "remote_port": 0}, "remote_port"),
         ({"remote_host": "a", "remote_port": True}, "remote_port"),
@@ -308,11 +311,20 @@ def test_a_source_of_another_form_is_refused(source: object, field: str) -> None
         PeerSource.of({"remote_kv_source": source})
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "engine-0.engines.svc", "[fd00::1]"])
-def test_addresses_and_names_are_sources(host: str) -> None:
-    """With what other engines read besides."""
+@pytest.mark.parametrize(
+    ("host", "in_url"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("engine-0.engines.svc", "engine-0.engines.svc"),
+        ("[fd00::1]", "[fd00::1]"),
+        ("fd00::1", "[fd00::1]"),
+        ("::ffff:10.0.0.1", "[::ffff:10.0.0.1]"),
+    ],
+)
+def test_addresses_and_names_are_sources(host: str, in_url: str) -> None:
+    """With what other engines read besides; the router writes an IPv6 address without brackets."""
     asked = {"kv_request_id": "x", "remote_host": host, "remote_port": 7777, "more": 1}
-    assert PeerSource.of({"remote_kv_source": asked}) == PeerSource(host, 7777)
+    assert PeerSource.of({"remote_kv_source": asked}) == PeerSource(in_url, 7777)
     assert PeerSource.of({}) is PeerSource.of(None) is None
 
 
