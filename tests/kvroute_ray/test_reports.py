@@ -120,10 +120,11 @@ def test_the_last_usage_counts_in_time() -> None:
     assert usage_at_the_end_of(b'"usage":' + b"[" * 16_000) is None
 
 
-async def test_a_health_port_answers_for_an_engine() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_a_health_port_answers_for_an_engine(host: str) -> None:
     """Until it is not well, and only what it is asked for."""
     is_well = True
-    port = HealthPort(is_well=lambda: is_well)
+    port = HealthPort(host, lambda: is_well)
     async with httpx.AsyncClient(base_url=port.url) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/metrics")).status_code == 404

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from typing_extensions import override
+
+
+class _IPv6Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 class HealthPort:
@@ -35,9 +40,11 @@ class HealthPort:
             def log_message(self, format: str, *args: object) -> None:
                 """Nothing: it is asked every few seconds."""
 
-        self._server = ThreadingHTTPServer((host, port), Answer)
+        is_ipv6 = ":" in host
+        self._server = (_IPv6Server if is_ipv6 else ThreadingHTTPServer)((host, port), Answer)
         self._server.daemon_threads = True
-        self.url = f"http://{host}:{self._server.server_address[1]}"
+        in_url = f"[{host}]" if is_ipv6 else host
+        self.url = f"http://{in_url}:{self._server.server_address[1]}"
         """The URL to register."""
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
