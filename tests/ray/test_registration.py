@@ -26,9 +26,9 @@ def router() -> Iterator[RouterProcess]:
 
 
 async def registered(
-    router: RouterProcess, stub: EngineStub, prefix: str, name: str, **options: Any
+    router: RouterProcess, stub: EngineStub, prefix: str, name: str, end: str = "", **options: Any
 ) -> Any:
-    config = {"url": stub.url, "id": prefix + name}
+    config = {"url": stub.url + end, "id": prefix + name}
     return await asyncio.to_thread(
         registration.Registration, [router.url], config, prefix, every_s=0.05, **options
     )
@@ -52,15 +52,19 @@ async def test_a_replica_is_listed_until_it_closes(router: RouterProcess) -> Non
         assert await ids(router) == set()
 
 
-async def test_a_replica_takes_the_place_of_one_that_did_not_leave(router: RouterProcess) -> None:
-    """A killed one leaves its address to the next; but only within its deployment."""
+@pytest.mark.parametrize("end", ["", "/"])
+async def test_a_replica_takes_the_place_of_one_that_did_not_leave(
+    router: RouterProcess, end: str
+) -> None:
+    """A killed one leaves its address to the next, however that is written; but only within its
+    deployment."""
     prefix = f"{unique('app')}:Engine:"
     async with engines(2) as (stub, other):
         for name, each in ((f"{prefix}dead", stub), ("anothers", other)):
             assert (await router.post("/replicas", {"url": each.url, "id": name})).status == 201
-        listed = await registered(router, stub, prefix, "b")
+        listed = await registered(router, stub, prefix, "b", end)
         assert await ids(router) == {f"{prefix}b", "anothers"}
-        refused = await registered(router, other, prefix, "c")
+        refused = await registered(router, other, prefix, "c", end)
         assert await ids(router) == {f"{prefix}b", "anothers"}
         for each in (listed, refused):
             await asyncio.to_thread(each.close)

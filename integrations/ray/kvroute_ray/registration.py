@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 from ray import serve
@@ -33,6 +34,7 @@ knows none."""
 GONE_AFTER_S = 60.0
 """A replica of its deployment that has been unhealthy for so long is removed."""
 TIMEOUT_S = 5.0
+_PORTS = {"http": 80, "https": 443}
 
 
 def register(
@@ -155,8 +157,9 @@ class _ListAt:
         found = self._http.post("/replicas", json=self._config)
         if found.status_code == 409:
             # An earlier replica at this address, which did not live to leave.
+            own = _address(self._config["url"])
             for each in self._of_the_deployment():
-                if each.get("url") == self._config["url"]:
+                if _address(str(each.get("url"))) == own:
                     self._http.delete(f"/replicas/{each['id']}")
             found = self._http.post("/replicas", json=self._config)
         return found
@@ -195,6 +198,15 @@ class _ListAt:
         elif self._problem and not problem:
             logger.info("%s is listed at %s again", self._config["id"], self._router)
         self._problem = problem
+
+
+def _address(url: str) -> tuple[str, str | None, int | None] | None:
+    """Return what two URLs of one server have in common: the router has a form of its own."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme)
+    except ValueError:
+        return None
 
 
 def _message(response: httpx.Response) -> str:
