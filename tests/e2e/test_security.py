@@ -263,6 +263,16 @@ async def test_a_proxy_on_this_machine_does_not_make_others_local(
     assert (refused.status, refused.error["code"]) == (403, "loopback_only")
 
 
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "via", "x-real-ip"])
+async def test_no_client_can_have_the_header_of_such_a_proxy_removed(
+    exposed: RouterProcess, header: str
+) -> None:
+    """`Connection` lists what the next hop removes, and some proxies pass on their client's."""
+    forwarded = {header: "203.0.113.7", "connection": f"keep-alive, {header.title()}"}
+    refused = await exposed.get("/replicas", forwarded)
+    assert (refused.status, refused.error["code"]) == (403, "loopback_only")
+
+
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, "serve", *arguments], cwd=ROOT, capture_output=True, text=True, check=False

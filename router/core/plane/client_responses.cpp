@@ -120,8 +120,10 @@ bool Client::is_kept_back(const Forward& forward, sv name, sv connection) const 
         return true;
     }
     if (http::same_name(name, "host")) return !forward.to->authority.empty();
-    if (!connection.empty() && http::lists(connection, name)) return true;
+    // Whom the application behind serves depends on a proxy's fields: those that `connection` lists
+    // stay, as a client may write that, and its proxy pass it on.
     if (forward.is_control) return http::same_name(name, kControlClient);
+    if (!connection.empty() && http::lists(connection, name)) return true;
     if (thread_.options().dropped.contain(name)) return true;
     return is_named(name, forward.replaced);
 }
