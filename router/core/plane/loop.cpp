@@ -79,6 +79,10 @@ void Loop::serve() {
     }
 }
 
+bool is_shortage(int error) {
+    return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
+}
+
 ssize_t send_some(int descriptor, std::string_view bytes) {
     return sent_or_nothing(::send(descriptor, bytes.data(), bytes.size(), MSG_NOSIGNAL));
 }

@@ -80,6 +80,9 @@ private:
     int ready_ = 0;
 };
 
+// True where the system had not enough for a socket, by `errno`: another one would fail as well.
+bool is_shortage(int error);
+
 // Sends what fits. Returns the number of bytes, or -1 where the connection is broken.
 ssize_t send_some(int descriptor, std::string_view bytes);
 // Sends what fits of two pieces, in one call.

@@ -259,8 +259,8 @@ void Thread::accept() {
 
 // The connection stays in the queue, and would be reported at once again.
 void Thread::cannot_accept(int error) {
+    if (!is_shortage(error)) return;
     const bool has_no_files = error == EMFILE || error == ENFILE;
-    if (!has_no_files && error != ENOMEM && error != ENOBUFS) return;
     if (has_no_files && make_room()) return;
     loop_.remove(listener_);
     accepts_again_at_ = now_ + kNoAccept_s;

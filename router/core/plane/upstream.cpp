@@ -57,18 +57,17 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
     while (!addresses_.empty()) {
         const Address address = addresses_.front();
         addresses_.erase(addresses_.begin());
-        const int family = address.storage.ss_family;
-        const int descriptor = pool_.new_socket(family, is_control_);
-        if (descriptor < 0) {
+        const int descriptor = pool_.new_socket(address.storage.ss_family, is_control_);
+        if (descriptor < 0 && is_shortage(errno)) {
             failure = Failure::no_files;
             why = "no file descriptor is left";
             return false;
         }
         const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
-        const int done = ::connect(descriptor, to, address.length);
+        const int done = descriptor < 0 ? -1 : ::connect(descriptor, to, address.length);
         if (done < 0 && errno != EINPROGRESS) {
-            const int error = errno;
-            ::close(descriptor);
+            const int error = errno;  // also where this machine has no such addresses
+            if (descriptor >= 0) ::close(descriptor);
             failure = Failure::connect;
             why = std::strerror(error);
             continue;
@@ -501,11 +500,12 @@ Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, st
     return upstream;
 }
 
-// Negative: no descriptor is left, or only those reserved for probes and operators.
+// Negative, with `errno`: EMFILE also where those left are reserved for probes and operators.
 int Pool::new_socket(int family, bool is_control) {
     const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (descriptor >= options_.reserved_from && !is_control) {
         ::close(descriptor);
+        errno = EMFILE;
         return -1;
     }
     if (descriptor >= 0 && family != AF_UNIX) {

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from router.config.origin import Origin
 from router.plane.attempts import (
+    Attempt,
     Failure,
     RetryBudget,
     RetryLimits,
@@ -31,6 +34,7 @@ from tests.router.plane.test_proxy import (
 from tests.router.proxy_server import ProxyServer, proxy_server
 from tests.router.raw_http import Handler, RawConnection, answer, answering, raw_client, raw_server
 from tests.support.waiting import eventually
+from tests.support.without_ipv6 import refuse_ipv6
 
 DEFAULT = RetryLimits()
 POISON = b'{"prompt": "poison"}'
@@ -60,6 +64,31 @@ async def fragile_fleet(
         plan = [attempt(server, f"r{number}") for number, server in enumerate(servers)]
         proxy = await stack.enter_async_context(proxy_server(plan, retries=retries))
         yield proxy, fleet
+
+
+async def test_a_kind_of_address_that_this_machine_lacks_is_no_shortage_of_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without IPv6 (`ipv6.disable=1`) the router refused what another replica would have served:
+    it was said to be out of descriptors. The name `localhost` has both kinds, and so do many."""
+    run = ProxyServer.run
+
+    def run_without_ipv6(*arguments: Any) -> None:
+        refuse_ipv6()
+        run(*arguments)
+
+    monkeypatch.setattr(ProxyServer, "run", run_without_ipv6)
+    absent = Attempt("absent", Origin.parse("http://[::1]:8000"))
+    async with (
+        raw_server(answering(answer())) as replica,
+        proxy_server([absent, attempt(replica, "present")]) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        await client.ask()
+        assert client.status == 200
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.attempts == ["absent", "present"]
+        assert recorder.failures == [("absent", Failure.CONNECT)]
 
 
 @pytest.mark.parametrize("further_attempts", [2, 11])
