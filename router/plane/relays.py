@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from async_timeout import timeout
+
 from router._core import Plane
 from router.config.origin import Header, Timeouts
 from router.errors import is_out_of_memory
@@ -251,9 +253,18 @@ class PlaneRelay:
         self._proxy.tasks.add(task)
         task.add_done_callback(self._proxy.tasks.discard)
 
+    @property
+    def _times(self) -> Timeouts:
+        return self._request.timeouts or self._proxy.timeouts
+
     async def _look_up(self, attempt: Attempt, may_reuse: bool) -> None:
+        connect_s = self._times.connect_s
         try:
-            hosts = await self._proxy.addresses.look_up(attempt.origin.host)
+            async with timeout(connect_s):
+                hosts = await self._proxy.addresses.look_up(attempt.origin.host)
+        except asyncio.TimeoutError:  # first: since Python 3.11 it is an `OSError`
+            self.on_failed("connect_timeout", f"no address within {connect_s:g} s")
+            return
         except OSError as error:
             if is_out_of_memory(error):
                 self._fail(error)
@@ -279,7 +290,7 @@ class PlaneRelay:
         request, origin, plane = self._request, attempt.origin, self._proxy.plane
         assert plane is not None
         body = request.body if attempt.body is None else attempt.body
-        times = request.timeouts or self._proxy.timeouts
+        times = self._times
         wants_id = self._observer.wants_beginning
         try:
             plane.forward(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from router.config.origin import Origin
+from kvevents.lookups import is_numeric
+from router.config.origin import Origin, Timeouts
+from router.plane import addresses
 from router.plane.attempts import (
     Attempt,
     Failure,
@@ -37,6 +39,7 @@ from tests.support.waiting import eventually
 from tests.support.without_ipv6 import refuse_ipv6
 
 DEFAULT = RetryLimits()
+QUICK_TO_CONNECT = Timeouts(connect_s=0.2, first_byte_s=600, idle_s=600)
 POISON = b'{"prompt": "poison"}'
 
 
@@ -89,6 +92,31 @@ async def test_a_kind_of_address_that_this_machine_lacks_is_no_shortage_of_files
         recorder = await proxy.recorder(End.COMPLETED)
         assert recorder.attempts == ["absent", "present"]
         assert recorder.failures == [("absent", Failure.CONNECT)]
+
+
+async def test_a_name_about_which_dns_is_silent_has_no_longer_than_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request waited for as long as the system asks its name servers, ten seconds for each,
+    while another replica was there."""
+
+    async def look_up(host: str) -> list[str]:
+        if is_numeric(host):
+            return [host]
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(addresses, "addresses", look_up)
+    unanswered = Attempt("unanswered", Origin.parse("http://engine.test:8000"))
+    async with (
+        raw_server(answering(answer())) as replica,
+        proxy_server([unanswered, attempt(replica, "present")], QUICK_TO_CONNECT) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        await client.ask()
+        assert client.status == 200
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.attempts == ["unanswered", "present"]
+        assert recorder.failures == [("unanswered", Failure.CONNECT)]
 
 
 @pytest.mark.parametrize("further_attempts", [2, 11])
