@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 CLIENT_HEADER = b"x-kvroute-client"
 """The client's address in a request for the application behind; a client's own header of this name
 is dropped."""
-_CONTROL_TIMES = (5.0, 600.0, 86_400.0)
-"""In seconds. Pages follow the router for as long as they are open."""
+_CONTROL_TIMES = (60.0, 600.0, 86_400.0)
+"""In seconds. In a burst, requests wait to be taken. Pages follow the router for as long as they
+are open."""
 MAX_TURN_S = 0.02
 """The longest that one turn of the loop handles events."""
 

@@ -1,6 +1,7 @@
 #include "plane/loop.hpp"
 
 #include <arpa/inet.h>
+#include <netinet/tcp.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -81,6 +82,20 @@ void Loop::serve() {
 
 bool is_shortage(int error) {
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
+}
+
+int new_socket(int family, int below) {
+    const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (descriptor >= below) {
+        ::close(descriptor);
+        errno = EMFILE;
+        return -1;
+    }
+    if (descriptor >= 0 && family != AF_UNIX) {
+        const int one = 1;
+        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    }
+    return descriptor;
 }
 
 ssize_t send_some(int descriptor, std::string_view bytes) {

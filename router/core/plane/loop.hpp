@@ -83,6 +83,10 @@ private:
 // True where the system had not enough for a socket, by `errno`: another one would fail as well.
 bool is_shortage(int error);
 
+// Returns a socket to connect with. Negative, with `errno`: EMFILE also where it would not be below
+// `below`.
+int new_socket(int family, int below);
+
 // Sends what fits. Returns the number of bytes, or -1 where the connection is broken.
 ssize_t send_some(int descriptor, std::string_view bytes);
 // Sends what fits of two pieces, in one call.

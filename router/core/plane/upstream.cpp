@@ -1,7 +1,5 @@
 #include "plane/upstream.hpp"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -46,7 +44,7 @@ void Upstream::begin(Recipient& recipient, sv head, sv body, const Timeouts& tim
     }
     if (phase_ == Phase::sending) send_rest();
     if (phase_ == Phase::connecting && secure_host_.empty()) send_early();
-    pool_.loop_.add(*this, descriptor_, interest());
+    if (phase_ != Phase::queued) pool_.loop_.add(*this, descriptor_, interest());
 }
 
 // --- the connection -------------------------------------------------------------------------------
@@ -57,7 +55,8 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
     while (!addresses_.empty()) {
         const Address address = addresses_.front();
         addresses_.erase(addresses_.begin());
-        const int descriptor = pool_.new_socket(address.storage.ss_family, is_control_);
+        const int below = is_control_ ? std::numeric_limits<int>::max() : pool_.options_.reserved_from;
+        const int descriptor = new_socket(address.storage.ss_family, below);
         if (descriptor < 0 && is_shortage(errno)) {
             failure = Failure::no_files;
             why = "no file descriptor is left";
@@ -65,7 +64,9 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
         }
         const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
         const int done = descriptor < 0 ? -1 : ::connect(descriptor, to, address.length);
-        if (done < 0 && errno != EINPROGRESS) {
+        // The application behind is this process: it is only busy, and is asked again; see `look_at`.
+        const bool is_full = done < 0 && errno == EAGAIN && is_control_ && now < connect_until_;
+        if (done < 0 && errno != EINPROGRESS && !is_full) {
             const int error = errno;  // also where this machine has no such addresses
             if (descriptor >= 0) ::close(descriptor);
             failure = Failure::connect;
@@ -73,9 +74,14 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
             continue;
         }
         const bool is_ready = done == 0 && secure_host_.empty();
-        phase_ = is_ready ? Phase::sending : Phase::connecting;
+        phase_ = is_full ? Phase::queued : is_ready ? Phase::sending : Phase::connecting;
         descriptor_ = descriptor;  // the caller watches it, once it knows for what
         connect_error_ = 0;
+        if (is_full) {
+            addresses_.insert(addresses_.begin(), address);
+            deadline_ = now;
+            return true;
+        }
         // Each address that is left gets the same share of the time.
         deadline_ = now + (connect_until_ - now) / static_cast<double>(addresses_.size() + 1);
         return true;
@@ -90,6 +96,7 @@ void Upstream::not_connected(Failure failure, std::string why) {
         fail(failure, why);
         return;
     }
+    if (phase_ == Phase::queued) return;
     pool_.loop_.add(*this, descriptor_, interest());
     if (phase_ == Phase::sending) begin_sending();
 }
@@ -498,21 +505,6 @@ Upstream* Pool::connect(const Forward& forward, double now, Failure& failure, st
     ++counts.opened;
     ++counts.connections;
     return upstream;
-}
-
-// Negative, with `errno`: EMFILE also where those left are reserved for probes and operators.
-int Pool::new_socket(int family, bool is_control) {
-    const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (descriptor >= options_.reserved_from && !is_control) {
-        ::close(descriptor);
-        errno = EMFILE;
-        return -1;
-    }
-    if (descriptor >= 0 && family != AF_UNIX) {
-        const int one = 1;
-        setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    }
-    return descriptor;
 }
 
 // Keeps to the bound on connections by closing one that is idle; false: none is.

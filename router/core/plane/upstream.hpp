@@ -67,7 +67,7 @@ public:
 
 private:
     friend class Pool;
-    enum class Phase : u8 { connecting, securing, sending, awaiting_head, in_body, idle };
+    enum class Phase : u8 { queued, connecting, securing, sending, awaiting_head, in_body, idle };
 
     bool is_connecting() const { return phase_ <= Phase::securing; }
     bool connect(double now, Failure& failure, std::string& why);
@@ -152,7 +152,6 @@ private:
     friend class Upstream;
     Upstream* take_idle(const std::string& origin);
     Upstream* connect(const Forward& forward, double now, Failure& failure, std::string& why);
-    int new_socket(int family, bool is_control);
     bool make_room();
     void keep(Upstream& upstream, double now);
     void remove(Upstream& upstream);

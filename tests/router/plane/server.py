@@ -91,8 +91,12 @@ class Served:
         """Return the open connections of clients."""
         return sum(self.clients_by_thread())
 
-    def opens(self, method: str, path: str, query: bytes) -> Callable[[PlaneExchange], Waiting]:
-        """Every request is for the handler."""
+    def opens(
+        self, method: str, path: str, query: bytes
+    ) -> Callable[[PlaneExchange], Waiting] | None:
+        """Every request is for the handler, but for those to /application."""
+        if path == "/application":
+            return None
         if path != "/other":
             self.begun.append(path)
         return lambda exchange: Waiting(self, exchange)
@@ -109,18 +113,23 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def plane_server(threads: int = 1, **options: Any) -> AsyncIterator[Served]:
+async def plane_server(
+    threads: int = 1, control_path: str = "", **options: Any
+) -> AsyncIterator[Served]:
     """A plane, until the block ends; then no connection and no request is left.
 
     Args:
         threads: How many it has.
+        control_path: The socket of the application behind.
         options: Of `PlaneOptions`.
     """
     served = Served()
     listener = NOBODY_LISTENS._replace(on_refusal=served.refusals.append)
     chosen = replace(plane_options(), **options)
     proxy = PlaneProxy(TIMEOUTS, RetryLimits(), lambda what: None)
-    plane = served.plane = DataPlane(served, proxy, chosen, "", listener, NothingPrepared())
+    plane = served.plane = DataPlane(
+        served, proxy, chosen, control_path, listener, NothingPrepared()
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         plane.start([os.dup(listening.fileno()) for _ in range(threads)], Secured(None, None))

@@ -1,0 +1,39 @@
+"""Requests for the application behind the plane: the compiled data plane on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+from tests.router.plane.server import plane_server
+from tests.support.http_client import connect
+from tests.support.waiting import eventually
+
+BURST = 16
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve one request."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    writer.close()
+
+
+async def test_a_burst_waits_until_the_application_takes_its_connections(tmp_path: Path) -> None:
+    """Its socket's queue holds 2,048 at most, and 128 where the kernel is older than 5.4: beyond
+    that the plane reset its clients, while the application was only busy for a moment."""
+    path = f"{tmp_path}/control"
+    with socket.socket(socket.AF_UNIX) as behind:
+        behind.bind(path)
+        behind.listen(1)
+        async with plane_server(control_path=path) as served, contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(connect(served.port)) for _ in range(BURST)]
+            await eventually(lambda: served.clients() == BURST, "they are accepted")
+            for client in clients:
+                await client.send("GET", "/application")
+            await served.gets_around()
+            async with await asyncio.start_unix_server(answer, sock=behind, backlog=1):
+                for client in clients:
+                    assert (await client.read_answer()).status == 200
