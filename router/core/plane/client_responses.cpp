@@ -5,6 +5,7 @@
 #include "http/write.hpp"
 #include "index/memory.hpp"
 #include "plane/client.hpp"
+#include "plane/errors.hpp"
 #include "plane/thread.hpp"
 
 namespace kvroute::plane {
@@ -327,7 +328,9 @@ void Client::on_failure(Failure failure, bool was_begun, sv why) {
         return;
     }
     if (forward_.is_control) {  // there is no other server to try
-        cut(End::abandoned);
+        // While the router stops, the application behind ends first.
+        const bool is_gone = failure == Failure::connect || failure == Failure::closed;
+        is_gone ? respond(kShuttingDownError) : cut(End::abandoned);
         return;
     }
     if (booking_ && second_) {

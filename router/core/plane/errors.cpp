@@ -41,6 +41,12 @@ std::string whole_error_response(int status, std::string_view code, std::string_
     return text;
 }
 
+const Respond kShuttingDownError = [] {
+    Respond made =
+        error_response(503, "shutting_down", "the router is shutting down; try again");
+    made.fields.emplace_back("connection", "close");
+    return made;
+}();
 const std::string kOutOfMemoryResponse = whole_error_response(503, "overloaded", kOutOfMemory);
 const std::string kOutOfMemoryAnswer = whole_error_response(503, "overloaded", kOutOfMemory, false);
 

@@ -7,6 +7,8 @@ import contextlib
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.router.plane.server import plane_server
 from tests.support.http_client import connect
 from tests.support.waiting import eventually
@@ -19,6 +21,33 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
     writer.close()
+
+
+async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve nobody, as uvicorn once it stops."""
+    writer.close()
+
+
+@pytest.mark.parametrize("ends", ["gone", "closing"])
+async def test_while_the_application_ends_first_its_clients_get_a_response(
+    tmp_path: Path, ends: str
+) -> None:
+    """The plane listens until all behind it has ended, and reset whoever asked meanwhile: probes,
+    scrapes, and clients that might have asked another router."""
+    path = f"{tmp_path}/control"
+    with socket.socket(socket.AF_UNIX) as behind:
+        behind.bind(path)
+        async with contextlib.AsyncExitStack() as stack:
+            if ends == "closing":
+                behind.listen(1)
+                application = await asyncio.start_unix_server(close, sock=behind, backlog=1)
+                await stack.enter_async_context(application)
+            served = await stack.enter_async_context(plane_server(control_path=path))
+            client = await stack.enter_async_context(connect(served.port))
+            found = await client.ask("GET", "/application")
+            assert (found.status, found.error["code"]) == (503, "shutting_down")
+            assert found.headers["connection"] == "close"
+            assert await client.is_closed()
 
 
 async def test_a_burst_waits_until_the_application_takes_its_connections(tmp_path: Path) -> None:
