@@ -328,9 +328,15 @@ void Client::on_failure(Failure failure, bool was_begun, sv why) {
         return;
     }
     if (forward_.is_control) {  // there is no other server to try
-        // While the router stops, the application behind ends first.
-        const bool is_gone = failure == Failure::connect || failure == Failure::closed;
-        is_gone ? respond(kShuttingDownError) : cut(End::abandoned);
+        // While the router stops, the application behind ends first. One without descriptors closes
+        // the connections that come.
+        const bool is_short = failure == Failure::no_files || failure == Failure::closed;
+        if (failure == Failure::no_files) thread_.post(0, Refused{"reserve"});
+        if (failure == Failure::connect) {
+            respond(kShuttingDownError);
+        } else {
+            is_short ? respond(kNoFilesError) : cut(End::abandoned);
+        }
         return;
     }
     if (booking_ && second_) {

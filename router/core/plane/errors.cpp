@@ -47,6 +47,8 @@ const Respond kShuttingDownError = [] {
     made.fields.emplace_back("connection", "close");
     return made;
 }();
+const Respond kNoFilesError =
+    error_response(503, "overloaded", "the router is out of file descriptors; try again");
 const std::string kOutOfMemoryResponse = whole_error_response(503, "overloaded", kOutOfMemory);
 const std::string kOutOfMemoryAnswer = whole_error_response(503, "overloaded", kOutOfMemory, false);
 

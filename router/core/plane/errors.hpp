@@ -14,8 +14,8 @@ inline constexpr std::string_view kOutOfMemory = "the router is out of memory; t
 // shown as `?`.
 Respond error_response(int status, std::string_view code, std::string_view message);
 
-// As `ShuttingDown` of router/errors.py; the connection closes with it.
-extern const Respond kShuttingDownError;
+// As `ShuttingDown` and `Overloaded` of router/errors.py; the connection closes with the first.
+extern const Respond kShuttingDownError, kNoFilesError;
 
 // Returns the same as the bytes that are sent. `closes`: the connection closes with it.
 std::string whole_error_response(int status, std::string_view code, std::string_view message,

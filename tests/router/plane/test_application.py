@@ -7,9 +7,8 @@ import contextlib
 import socket
 from pathlib import Path
 
-import pytest
-
 from tests.router.plane.server import plane_server
+from tests.router.plane.test_connections import no_descriptor_left
 from tests.support.http_client import connect
 from tests.support.waiting import eventually
 
@@ -24,30 +23,53 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve nobody, as uvicorn once it stops."""
+    """Serve nobody."""
     writer.close()
 
 
-@pytest.mark.parametrize("ends", ["gone", "closing"])
-async def test_while_the_application_ends_first_its_clients_get_a_response(
-    tmp_path: Path, ends: str
-) -> None:
+async def test_while_the_application_ends_first_its_clients_get_a_response(tmp_path: Path) -> None:
     """The plane listens until all behind it has ended, and reset whoever asked meanwhile: probes,
     scrapes, and clients that might have asked another router."""
+    async with (
+        plane_server(control_path=f"{tmp_path}/control") as served,
+        connect(served.port) as client,
+    ):
+        found = await client.ask("GET", "/application")
+        assert (found.status, found.error["code"]) == (503, "shutting_down")
+        assert found.headers["connection"] == "close"
+        assert await client.is_closed()
+
+
+async def test_an_application_without_descriptors_has_its_clients_told(tmp_path: Path) -> None:
+    """The event loop of uvicorn (libuv) then accepts connections and closes them, so that they
+    leave the queue; the clients were reset."""
     path = f"{tmp_path}/control"
-    with socket.socket(socket.AF_UNIX) as behind:
-        behind.bind(path)
-        async with contextlib.AsyncExitStack() as stack:
-            if ends == "closing":
-                behind.listen(1)
-                application = await asyncio.start_unix_server(close, sock=behind, backlog=1)
-                await stack.enter_async_context(application)
-            served = await stack.enter_async_context(plane_server(control_path=path))
-            client = await stack.enter_async_context(connect(served.port))
+    async with (
+        await asyncio.start_unix_server(close, path),
+        plane_server(control_path=path) as served,
+        connect(served.port) as client,
+    ):
+        for _ in range(2):
             found = await client.ask("GET", "/application")
-            assert (found.status, found.error["code"]) == (503, "shutting_down")
-            assert found.headers["connection"] == "close"
-            assert await client.is_closed()
+            assert (found.status, found.error["code"]) == (503, "overloaded")
+
+
+async def test_a_plane_without_descriptors_tells_the_clients_of_the_application(
+    tmp_path: Path,
+) -> None:
+    """It needs one for each; the clients were reset, and no shortage was counted."""
+    path = f"{tmp_path}/control"
+    async with (
+        await asyncio.start_unix_server(answer, path),
+        plane_server(control_path=path) as served,
+        connect(served.port) as client,
+    ):
+        await eventually(lambda: served.clients() == 1, "it is accepted")
+        with no_descriptor_left():
+            found = await client.ask("GET", "/application")
+        assert (found.status, found.error["code"]) == (503, "overloaded")
+        assert served.refusals == ["reserve"]
+        assert (await client.ask("GET", "/application")).status == 200
 
 
 async def test_a_burst_waits_until_the_application_takes_its_connections(tmp_path: Path) -> None:
