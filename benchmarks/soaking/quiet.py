@@ -134,7 +134,9 @@ class Quiet:
 
 
 def _is_behind(known: int | None, last: int | None) -> bool:
-    return last is not None and (known is None or known < last)
+    if last is None:
+        return known is not None
+    return known is None or known < last
 
 
 async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int | None]:
@@ -147,13 +149,13 @@ async def _known(router: Router, replicas: Sequence[Replica]) -> dict[str, int |
 
 
 async def last_batch(replica: Replica, known: int | None) -> int | None:
-    """Return the number of the last batch that an engine has published, at least *known*; None: it
-    has published none."""
+    """Return the number of the last batch that an engine has published; None: it has published
+    none, or fewer than *known*, which are those of a process that is gone."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(replica.endpoints[1])
-        await socket.send_multipart([b"", encode_start(0 if known is None else known + 1)])
-        last = known
+        await socket.send_multipart([b"", encode_start(known or 0)])
+        last = None
         async with timeout(_DEADLINE_S):
             while (reply := read_reply(await socket.recv_multipart(), None)) is not None:
                 last = reply.seq
