@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -130,6 +131,9 @@ class Quiet:
                 self.exact += 1
             else:
                 self.inexact.append(sent)
+                router = self.fleet.router(sent.router)
+                known = (await ask(router.port, "GET", "/requests")).json["requests"][0]
+                print(f"predicted otherwise, and known as {known}", file=sys.stderr)
             await self.told([by_name[sent.replica]])
 
 
