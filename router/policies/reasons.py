@@ -42,7 +42,7 @@ def empty_reason(excluded: Iterable[Candidate]) -> str:
     """Return why no replica could be ranked: the number of excluded ones by reason."""
     counts = Counter(candidate.obstacle for candidate in excluded)
     reasons = ", ".join(f"{count} {obstacle}" for obstacle, count in counts.most_common())
-    return reasons or "no replica serves it"
+    return reasons or "none that the request may go to serves it"
 
 
 def _delay(

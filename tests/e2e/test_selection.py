@@ -139,6 +139,8 @@ async def test_only_and_avoid_restrict_the_choice(router: RouterProcess) -> None
         assert (await router.post("/select", {**body, **avoiding})).json["replica"] == two.name
         refused = await router.post("/select", {**body, "replicas": ["10.0.0.9:1"]})
         assert (refused.status, refused.error["code"]) == (503, "no_replica")
+        # Others do serve the model.
+        assert "none that the request may go to serves it" in refused.error["message"]
 
 
 async def test_a_selection_can_be_reserved_later_once(router: RouterProcess) -> None:

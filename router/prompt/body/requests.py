@@ -47,6 +47,8 @@ from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
 _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
+_IDS_RULE = "must be a list of token ids or a list of such lists"
+_ID_LIST_RULE = "must be a list of token ids"
 
 _WITH_SESSION = frozenset((*SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
@@ -260,10 +262,9 @@ def _generate(
     """Read token ids as the engine computes them; with media among them, up to the first one."""
     if fields.get("content_parts"):
         return (OpaquePrompt("media"),)
-    rule = "must be a list of token ids"
-    value = required(fields, "token_ids", "$", rule)
+    value = required(fields, "token_ids", "$", _ID_LIST_RULE)
     if not isinstance(value, (list, array)):
-        raise BadRequest("$.token_ids", describe(value), rule)
+        raise BadRequest("$.token_ids", describe(value), _ID_LIST_RULE)
     if not value:
         raise BadRequest("$.token_ids", "an empty list", "must hold at least one token id")
     ids = _token_ids(value, "$.token_ids")
@@ -323,7 +324,15 @@ def _holds_objects(value: object) -> bool:
 
 
 def _route(fields: Mapping[str, Any], truncation: Truncation | None) -> tuple[Prompt, ...]:
-    return _text_or_tokens(fields, "token_ids", truncation)
+    """Read token ids: who sends them as text would be told of the hit of another prompt."""
+    value = required(fields, "token_ids", "$", _IDS_RULE)
+    if not isinstance(value, (list, array)):
+        raise BadRequest("$.token_ids", describe(value), _IDS_RULE)
+    prompts = _text_or_tokens(fields, "token_ids", truncation)
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, TextPrompt):
+            raise BadRequest(f"$.token_ids[{index}]", describe(value[index]), _ID_LIST_RULE)
+    return prompts
 
 
 _Parser: TypeAlias = Callable[[Mapping[str, Any], Truncation | None], tuple[Prompt, ...]]

@@ -577,6 +577,17 @@ def test_route_takes_msgpack_with_adapter_and_salt() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ids", "place"),
+    [("1, 2", "$.token_ids"), (["1", "2"], "$.token_ids[0]"), ([[1, 2], "3"], "$.token_ids[1]")],
+)
+def test_token_ids_to_find_a_route_for_are_no_text(ids: object, place: str) -> None:
+    """Whoever sends them as a string would be told of a hit that is another prompt's."""
+    with pytest.raises(BadRequest) as error:
+        _parse(Endpoint.ROUTE, {"model": "m", "token_ids": ids})
+    assert error.value.place == place
+
+
+@pytest.mark.parametrize(
     ("body", "form"),
     [
         ({"messages": [_USER]}, Endpoint.CHAT),
