@@ -30,7 +30,8 @@ from router.index.sources import DumpError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""Of version 1, keys of blocks of numbered adapters and of token pairs meant other prompts."""
 _MAGIC = b"kvroute snapshot"
 _VERSION = struct.Struct(">H")
 _FRAME = struct.Struct(">QI")

@@ -385,8 +385,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:16] + b"\x00\x00" + whole[18:], "version 0 must be 1"),
-        (lambda whole: whole[:16] + b"\x00\x0a" + whole[18:], "version 10 must be 1"),
+        (lambda whole: whole[:16] + b"\x00\x01" + whole[18:], "version 1 must be 2"),
+        (lambda whole: whole[:16] + b"\x00\x0a" + whole[18:], "version 10 must be 2"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute snapshot'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute snapshot'"),
     ],
