@@ -144,13 +144,13 @@ class Feed:
         stream = repr((endpoint, replay_endpoint, topic, hints))
         feed = self._feed_of(source, model, stream)
         feed.shares_stores = hints is not None and bool(hints.stores)
-        resume = self._resume(source, feed) if replay_endpoint else None
+        resume = self._resume(source, feed, may_go_on=replay_endpoint is not None)
         connect = None
-        if endpoint == LISTENED_TO:
-            endpoint, connect = self._listen_for(source, feed, options.names, topic)
-        elif endpoint.startswith(POLLED):
-            connect = self._ask_for(source, feed, endpoint, options)
         try:
+            if endpoint == LISTENED_TO:
+                endpoint, connect = self._listen_for(source, feed, options.names, topic)
+            elif endpoint.startswith(POLLED):
+                connect = self._ask_for(source, feed, endpoint, options)
             subscriber = Subscriber(
                 endpoint,
                 feed,
@@ -166,7 +166,10 @@ class Feed:
             )
         except EndpointError:
             feed.on_left()  # its listener would keep its name
+            if resume is not None:
+                self._drop(source, feed.index)  # nobody would confirm what was restored
             raise
+        self.resumed += resume is not None
         if resume is None:
             feed.index.add(source, hints)
         feed.start(subscriber)
@@ -223,12 +226,13 @@ class Feed:
 
     def forget_expected(self) -> None:
         """Drop the restored sources that were not named since."""
-        for source, saved in self._saved.items():
-            with contextlib.suppress(KeyError):  # no replica serves its model
-                index = self.index_of(saved.model)
-                index.drop(source)
-                self._tidy(index)
+        for saved in self._saved.values():
+            self._drop_restored(saved)
         self._saved.clear()
+
+    def _drop_restored(self, saved: SavedSource) -> None:
+        with contextlib.suppress(KeyError):  # no replica serves its model
+            self._drop(saved.source, self.index_of(saved.model))
 
     def save(self, source: SourceId) -> tuple[SavedSource, list[bytes]] | None:
         """Export one source and its blocks; None where they are incomplete, or nothing could prove
@@ -236,13 +240,16 @@ class Feed:
         feed = self._sources.get(source)
         return None if feed is None else feed.save()
 
-    def _resume(self, source: SourceId, feed: SourceFeed) -> StreamPosition | None:
-        """Return the position of a source when it was saved, if it is still of use."""
+    def _resume(self, source: SourceId, feed: SourceFeed, may_go_on: bool) -> StreamPosition | None:
+        """Return the position of a source when it was saved, if it is still of use; else what was
+        restored of it goes."""
         saved = self._saved.pop(source, None)
-        if saved is None or not feed.takes(saved):
+        if saved is None:
             return None
-        self.resumed += 1
-        return saved.position
+        if may_go_on and feed.takes(saved):
+            return saved.position
+        self._drop_restored(saved)
+        return None
 
     async def remove(self, source: SourceId) -> None:
         """Stop following a source and forget its blocks; one that is not followed is ignored."""
@@ -252,8 +259,7 @@ class Feed:
         feed.cancel()
         self.taps.end(source, "the replica was removed")
         # Before the await: once its task has ended, the source may have been added again.
-        feed.index.drop(source)
-        self._tidy(feed.index)
+        self._drop(source, feed.index)
         await feed.ended()
         if not any(other.replica == source.replica for other in self._sources):
             self._complained.discard(source.replica)
@@ -310,6 +316,10 @@ class Feed:
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
         """Return the statistics of every source that is followed."""
         return {source: feed.statistics() for source, feed in self._sources.items()}
+
+    def _drop(self, source: SourceId, index: PrefixIndex) -> None:
+        index.drop(source)
+        self._tidy(index)
 
     def _tidy(self, index: PrefixIndex) -> None:
         """Remove dropped and cleared blocks, a little in each pass of the event loop."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvevents.codec import encode
+from kvevents.errors import EndpointError
 from kvevents.events import Event, EventBatch
+from kvevents.listener import LISTENED_TO
 from kvroute_engine.demo.blind import GroupBlindIndex
 from router.errors import RouterError
 from router.feed import snapshot_file, snapshot_records
@@ -147,6 +149,36 @@ async def test_what_nobody_names_any_more_is_forgotten(tmp_path: Path) -> None:
         async with router(tmp_path) as after:
             after.feed.forget_expected()
             assert not after.index.holds(A)
+
+
+async def test_what_was_restored_of_a_source_that_cannot_be_followed_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Its engine goes on, and nobody would hear what it evicts."""
+    with VllmPublisher() as publisher:
+        await saved_by_one_that_knew(publisher, tmp_path, 64)
+        async with router(tmp_path) as after:
+            saved = after.feed._saved[A]
+            stream = repr((LISTENED_TO, publisher.replay_endpoint, None, None))
+            after.feed.expect(type(saved)(saved.model, A, stream, saved.position, False))
+            asked = EventSource(0, LISTENED_TO, publisher.replay_endpoint)
+            with pytest.raises(EndpointError, match="nothing listens for it"):
+                after.feed.add(A.replica, asked, "m")
+            assert (after.hit(), after.index.holds(A), after.feed.resumed) == (Hit(0, 0), False, 0)
+
+
+async def test_a_source_that_has_lost_its_replay_endpoint_is_not_taken_for_one_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    """What the router forgets of replicas that never came back would go from under its feed."""
+    with VllmPublisher() as publisher:
+        await saved_by_one_that_knew(publisher, tmp_path, 64)
+        async with router(tmp_path) as after:
+            after.feed.add(A.replica, EventSource(0, publisher.endpoint, None, "kv-events"), "m")
+            assert after.hit() == Hit(0, 0), "nothing proves that it is still true"
+            after.index.apply(A, stored(0, 32))
+            after.feed.forget_expected()
+            assert after.hit() == Hit(32, 32)
 
 
 async def test_another_implementation_of_the_index_begins_from_nothing(
