@@ -326,6 +326,8 @@ class Questions:
             while self._next is not None:
                 await self._keep_to_turns()
                 fate = self.delivery.take_snapshot(self._next)
+                if fate is Input.PARTLY_KEPT and last < 0:
+                    raise MalformedBatch("snapshot: it does not fit, and stands for no batch")
                 if fate is not Input.NEXT:
                     yield Result(fate)
                 self._next = await self._reply()

@@ -1011,6 +1011,30 @@ async def test_a_snapshot_before_the_first_batch_is_followed_by_batch_0(
         assert [batch.payload for batch in notebook.batches] == [CLEARED, b"a 0", b"a 1"]
 
 
+async def test_a_snapshot_before_the_first_batch_that_does_not_fit_is_thrown_away(
+    publisher: VllmPublisher,
+) -> None:
+    """Who has published nothing has nothing to tell; the next look would have nothing to ask
+    from, and the stream would die of it."""
+
+    class Overfull(Notebook):
+        def apply(self, batch: Batch) -> Effect:
+            super().apply(batch)
+            return Effect.INCOMPLETE if batch.payload == STORED else Effect.KEPT
+
+    def answer(self: VllmPublisher, start: int) -> list[Reply]:
+        is_snapshot = start == int.from_bytes(SNAPSHOT_START, "big")
+        snapshot = [self.reply(0, CLEARED), self.reply(0, STORED), self.end()]
+        return snapshot if is_snapshot else self.replies(start)
+
+    publisher.answer, notebook = answer, Overfull()
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await eventually(lambda: len(publisher.requests) > 3, "looks after it")
+        await until_live(subscriber, publish(publisher, 2))
+        assert [batch.payload for batch in notebook.batches] == [b"a 0", b"a 1"]
+        assert set(notebook.reasons) == {"broken snapshot"}
+
+
 async def test_an_answer_that_begins_with_neither_layout_nor_clear_is_no_snapshot(
     publisher: VllmPublisher, notebook: Notebook
 ) -> None:
