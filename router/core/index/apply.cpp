@@ -132,6 +132,9 @@ void Applier::store(Source& of, const Event& event, bool is_opaque, Applied& res
     const bool has_ghosts = of.copy_watch.has_leftovers() && event.is_on_gpu;
     const bool is_plain = is_placed && !has_ghosts && !contradicts_remembered(of, event, taken);
     const std::span<const u64> hashes = hashes_of(event).first(taken);
+    if (is_placed && !tier && of.has_lower_tiers()) {
+        for (u32 i = 0; i < taken; ++i) index_.doubt(of, plane, hashes[i], keys_[i]);
+    }
     bool needs_placing =
         taken < event.hashes || has_ghosts || of.waiting.runs || !of.stores.empty();
     for (u32 i = 0; i < taken; ++i) {

@@ -117,10 +117,13 @@ public:
 
     // --- places ---
 
-    // Learns the key of a block's prefix; the first one learned stays.
+    // Learns the key of a block's prefix; the first one learned stays, until it is doubted.
     void place(Source& of, u64 hash, Key key, bool is_below);
     // The same in every store that holds the block.
     void place_everywhere(Source& of, u64 hash, Key key, bool is_below);
+    // Takes another key than this from a block that a plane of the GPU is about to hold: what lower
+    // tiers say may leave out what goes into its hash.
+    void doubt(Source& of, u32 plane, u64 hash, Key key);
 
 private:
     friend class StateReader;  // state.cpp: fills a source as it was
@@ -135,6 +138,7 @@ private:
     void forget(Source& of, u32 id, bool is_cleared);
 
     u32 move_entry(Source& of, u32 id, Key key);
+    void move_rows(Source& of, u32 id, u32 to);
     u32 found_among(const Source& of, u32 first, u32 but = kNone) const;
     void settle(Source& of, u32 id, bool is_below);
     void set_special(Source& of, u32 id, u32 plane);

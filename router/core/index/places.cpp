@@ -56,6 +56,11 @@ u32 Index::move_entry(Source& of, u32 id, Key key) {
         return id;
     }
     const u32 to = nodes_.node_for(nodes_[id].hash, nodes_.first_of(nodes_[id].hash), key);
+    move_rows(of, id, to);
+    return to;
+}
+
+void Index::move_rows(Source& of, u32 id, u32 to) {
     std::vector<u32> rows;
     for (u32 i = 0; i < nodes_[id].row_count(); ++i) {
         const u32 row = nodes_[id].row_keys()[i];
@@ -72,7 +77,17 @@ u32 Index::move_entry(Source& of, u32 id, Key key) {
         of.further_copies.insert(std::move(copies));
     }
     nodes_.release_if_bare(id);
-    return to;
+}
+
+void Index::doubt(Source& of, u32 plane, u64 hash, Key key) {
+    const u32 id = entry_of(of, hash);
+    if (id == kNone || !nodes_[id].is_placed() || nodes_[id].key() == key) return;
+    if (nodes_[id].row(row_key(of.word, plane)) & of.bit) return;
+    const bool is_left = !is_only_holder(of, nodes_[id]);
+    unset_special(of, id);
+    move_rows(of, id, nodes_.node_for(hash, nodes_.first_of(hash), Key()));
+    if (is_left) nodes_.refresh_link(id);
+    of.unplaced += 1;
 }
 
 // Returns the node of a key, from `first` on, that a source finds, but for one; kNone if none.

@@ -257,7 +257,7 @@ class BlockTable:
     # --- places -----------------------------------------------------------------------------------
 
     def place(self, block_hash: BlockHash, key: int, is_below: bool = False) -> None:
-        """Learn the key of a block's prefix; the first one learned stays.
+        """Learn the key of a block's prefix; the first one learned stays, until it is doubted.
 
         Args:
             block_hash: Held or not: a lower tier may announce it later.
@@ -274,6 +274,19 @@ class BlockTable:
                 self._place_beside(block_hash, key, is_below)
             else:
                 self.hash_by_key[key] = block_hash
+
+    def doubt(self, where: GroupTier, block_hash: BlockHash, key: int) -> None:
+        """Take another key than this from a block that a group of the GPU is about to hold: what
+        lower tiers say may leave out what goes into its hash."""
+        entry = self._entries.get(block_hash)
+        if entry is None or entry.key in (None, key) or block_hash in self.held.get(where, {}):
+            return
+        if self.hash_by_key.get(entry.key) == block_hash:
+            del self.hash_by_key[entry.key]
+        if self.tier_hash_by_key.get(entry.key) == block_hash:
+            del self.tier_hash_by_key[entry.key]
+        entry.key = None
+        self.unplaced += 1
 
     def _place_beside(self, block_hash: BlockHash, key: int, is_below: bool) -> None:
         """Two live hashes for one prefix: LMCache's is not the engine's; any other pair differs in

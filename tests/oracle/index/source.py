@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 import msgspec
@@ -279,12 +280,15 @@ class SourceCache:
         table, where = self.table, (event.group_idx or 0, event.tier)
         table.make_room(where, event.block_hashes)
         taken = event.block_hashes[: table.room(where)]
+        key = self._parent_key(event)
+        if event.tier == GPU and table.has_lower_tiers and key is not None:
+            self._doubt(event, where, len(taken), key)
         table.add(where, taken)
         if self.copies.leftovers and event.tier == GPU:
             self._drop_ghosts(event)
         block_size = event.tokens_per_block
         if block_size:
-            self._place(event, block_size)
+            self._place(event, block_size, key)
         if event.tier != GPU:
             self._see_unit(where, event, self.units)
         refused = len(event.block_hashes) - len(taken)
@@ -304,7 +308,7 @@ class SourceCache:
         refused = store.add(where, event.block_hashes, self.table.key_of)
         block_size = event.tokens_per_block
         if block_size:
-            self._place(event, block_size)
+            self._place(event, block_size, self._parent_key(event))
         self._see_unit(where, event, store.units)
         result.stored += len(event.block_hashes) - refused
         result.skipped += refused
@@ -373,13 +377,25 @@ class SourceCache:
 
     # --- placing ----------------------------------------------------------------------------------
 
-    def _place(self, event: BlockStored, block_size: int) -> None:
+    def _parent_key(self, event: BlockStored) -> int | None:
+        parent = event.parent_block_hash
+        return self._space.root(event.adapter) if parent is None else self._key_of(parent)
+
+    def _doubt(self, event: BlockStored, where: GroupTier, taken: int, key: int) -> None:
+        """Give up what lower tiers said of blocks, where the GPU says something else."""
+        block_size = event.tokens_per_block
+        if not block_size or self._is_opaque(event):
+            return
+        run = BlockRun.of(event, block_size, self.learner.lookahead, self.batches)
+        for block_hash, block_key in islice(run.keys(key, self._space), taken):
+            self.table.doubt(where, block_hash, block_key)
+
+    def _place(self, event: BlockStored, block_size: int, key: int | None) -> None:
         """Learn the keys of a dense event, now or when its parent's is known."""
         if self._is_opaque(event):
             return
         run = BlockRun.of(event, block_size, self.learner.lookahead, self.batches)
         parent = event.parent_block_hash
-        key = self._space.root(event.adapter) if parent is None else self._key_of(parent)
         if key is not None:
             place_run(run, key, self._space, self._place_block, self.waiting)
         elif parent is not None and self._needs_parent(event):

@@ -426,6 +426,26 @@ def test_cpu_blocks_announced_before_the_gpu_event_are_placed_by_it(
     assert (hit.gpu_cached_tokens, hit.cached_tokens) == (16, 160)
 
 
+@pytest.mark.parametrize("first", [(), (W64,)], ids=["alone", "behind a group with holes"])
+def test_what_the_gpu_says_of_a_block_holds_and_not_what_a_lower_tier_said_before(
+    index: PrefixIndex, first: tuple[KVCacheGroup, ...]
+) -> None:
+    """vLLM's self-describing events leave out salts. A block that a tier brings back from storage
+    is announced so first, and by the GPU when it is loaded."""
+    salted = Prefix(tokens(160), salt="s")
+    hidden = replace(salted.stored(len(first), FULL), medium="CPU", extra_keys=None)
+    holes = [salted.kept(0, group, [112, 128, 144, 160]) for group in first]
+    apply(index, Prefix(tokens(32, 9000)).stored(len(first), FULL), hidden)
+    apply(index, *holes, salted.stored(len(first), FULL))
+    assert gpu_hit(index, salted.tokens) == 0
+    assert gpu_hit(index, salted.tokens, cache_salt="s") == 160
+    apply(index, salted.removed(len(first), range(16, 161, 16)))
+    assert index.match([*salted.tokens, 1])[SOURCE].cached_tokens == 0
+    found = index.match([*salted.tokens, 1], cache_salt="s")[SOURCE]
+    assert first or found.cached_tokens == 160
+    assert not index.statistics()[SOURCE].ambiguous
+
+
 def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
     index: PrefixIndex, prompt: Prefix
 ) -> None:
