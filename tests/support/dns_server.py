@@ -21,6 +21,8 @@ class DnsServer(asyncio.DatagramProtocol):
         self.records: dict[tuple[str, str], tuple[int, list[str]]] = {}
         self.rcode = dns.rcode.NOERROR
         """For every query; no answer at all where it is None."""
+        self.refused_kinds: set[str] = set()
+        """Types of records that get SERVFAIL, whatever `rcode` is."""
         self.is_silent = False
         self.queries: list[tuple[str, str]] = []
 
@@ -36,13 +38,14 @@ class DnsServer(asyncio.DatagramProtocol):
             return
         answer = dns.message.make_response(query)
         answer.flags |= dns.flags.AA
-        answer.set_rcode(self.rcode)
+        rcode = dns.rcode.SERVFAIL if kind in self.refused_kinds else self.rcode
+        answer.set_rcode(rcode)
         found = self.records.get((name, kind))
-        if found is not None and self.rcode == dns.rcode.NOERROR:
+        if found is not None and rcode == dns.rcode.NOERROR:
             ttl, values = found
             answer.answer.append(dns.rrset.from_text(question.name, ttl, "IN", kind, *values))
         elif not any(known == name for known, _ in self.records):
-            answer.set_rcode(self.rcode or dns.rcode.NXDOMAIN)
+            answer.set_rcode(rcode or dns.rcode.NXDOMAIN)
         self._transport.sendto(answer.to_wire(), addr)
 
 

@@ -19,6 +19,7 @@ from router.config.replica import ReplicaConfig
 from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
 
 _LOOKUP_S = 5.0
+_ADDRESSES = dns.rdatatype.A, dns.rdatatype.AAAA
 _ABSENT = (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer)
 MAX_RECORDS = 4096
 
@@ -27,13 +28,19 @@ class DnsProvider:
     """Resolves a name again whenever its records expire.
 
     An answer without any record is taken for a failure: a resolver that has just lost its data
-    answers the same, and health checks show which replicas are really gone.
+    answers the same, and health checks show which replicas are really gone. Of addresses, the kind
+    that cannot be asked for keeps those that were found last: servers that know no IPv6 respond
+    with SERVFAIL to AAAA, always.
     """
 
     def __init__(self, config: DnsDiscovery) -> None:
         self.name = config.title
         self._config = config
         self._resolver: dns.asyncresolver.Resolver | None = None
+        self._answers: dict[dns.rdatatype.RdataType, Any] = {}
+        """The last answer for each kind of address that has one."""
+        self._failed: dict[dns.rdatatype.RdataType, Exception] = {}
+        """Why a kind of address could not be asked for, at the last time."""
 
     async def follow(self, listener: ProviderListener) -> None:
         config = self._config
@@ -46,7 +53,8 @@ class DnsProvider:
                 listener.on_failure(_reason(error))
                 wait_s = retry.next_delay()
             else:
-                listener.on_replicas(replicas)
+                failed = [f"{kind.name}: {_reason(why)}" for kind, why in self._failed.items()]
+                listener.on_replicas(replicas, failed)
                 retry.reset()
                 wait_s = min(max(ttl_s, config.min_interval_s), config.max_interval_s)
             await asyncio.sleep(wait_s)
@@ -55,16 +63,27 @@ class DnsProvider:
         """Host and port of each replica, in a stable order, and when to ask again, in seconds."""
         if self._config.record == "srv":
             return await self._services()
-        answers = [
-            answer
-            for kind in (dns.rdatatype.A, dns.rdatatype.AAAA)
-            if (answer := await self._ask(kind)) is not None
-        ]
-        if not answers:
+        self._failed.clear()
+        asked = {kind: await self._ask_again(kind) for kind in _ADDRESSES}
+        answers = {kind: answer for kind, answer in asked.items() if answer is not None}
+        if not answers.keys() - self._failed.keys():
+            for error in self._failed.values():
+                raise error
             raise dns.resolver.NXDOMAIN
-        hosts = sorted({record.address for answer in answers for record in answer})
+        self._answers = answers
+        hosts = sorted({record.address for answer in answers.values() for record in answer})
         port = self._config.port or 0
-        return [(host, port) for host in hosts[:MAX_RECORDS]], _ttl_s(answers)
+        return [(host, port) for host in hosts[:MAX_RECORDS]], _ttl_s(list(answers.values()))
+
+    async def _ask_again(self, kind: dns.rdatatype.RdataType) -> Any:
+        """The answer for one kind of address; the last one where there is none now."""
+        try:
+            return await self._ask(kind)
+        except dns.resolver.NoResolverConfiguration:
+            raise
+        except (dns.exception.DNSException, OSError) as error:
+            self._failed[kind] = error
+            return self._answers.get(kind)
 
     async def _services(self) -> tuple[list[tuple[str, int]], float]:
         answer = await self._ask(dns.rdatatype.SRV)

@@ -93,6 +93,41 @@ async def test_a_resolver_in_trouble_empties_no_list(fault: str) -> None:
             await eventually(lambda: len(found.lists) > lists, "asked again")
 
 
+async def test_a_server_that_fails_only_for_one_kind_of_address_has_the_others_read() -> None:
+    """Some respond with SERVFAIL to AAAA, always: the replicas are those of the A records, and what
+    is missing is shown."""
+    async with dns_server() as (server, address):
+        server.refused_kinds = {"AAAA"}
+        server.records[NAME, "A"] = 0, ["10.0.0.1"]
+        async with following(provider(address)) as found:
+            await eventually(lambda: found.lists, "a list")
+            assert list(found.urls) == ["10.0.0.1:8000"]
+            assert found.broken[0].startswith("AAAA: NoNameservers")
+            server.records[NAME, "A"] = 0, ["10.0.0.2"]
+            await eventually(lambda: list(found.urls) == ["10.0.0.2:8000"], "it is followed")
+            assert not found.failures
+
+
+async def test_a_kind_of_address_that_fails_for_a_while_keeps_its_replicas() -> None:
+    """They are no less there for the server's trouble; those of the other kind are followed."""
+    async with dns_server() as (server, address):
+        server.records[NAME, "A"] = 0, ["10.0.0.1"]
+        server.records[NAME, "AAAA"] = 0, ["fd00::1"]
+        async with following(provider(address)) as found:
+            await eventually(lambda: found.lists, "a list")
+            server.refused_kinds = {"A"}
+            server.records[NAME, "AAAA"] = 0, ["fd00::2"]
+            await eventually(
+                lambda: "http://[fd00::2]:8000" in found.urls.values(), "the other kind is followed"
+            )
+            await eventually(lambda: found.broken, "the failure is shown")
+            assert sorted(found.urls.values()) == ["http://10.0.0.1:8000", "http://[fd00::2]:8000"]
+            server.refused_kinds = set()
+            server.records.pop((NAME, "A"))
+            await eventually(lambda: list(found.urls.values()) == ["http://[fd00::2]:8000"], "both")
+            assert not found.broken
+
+
 async def test_a_server_that_does_not_answer_is_a_failure() -> None:
     """The look-up has a bound of its own."""
     async with dns_server() as (server, address):
