@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.config.document import Stamp, stamp_of
@@ -29,9 +29,8 @@ class Reloader:
     take: Callable[[RouterConfig], list[str]]
     """Takes it over, and returns the options that need a restart."""
     metrics: RouterMetrics
-
-    def __post_init__(self) -> None:
-        self._asked = asyncio.Event()
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set as well by who asks before it is made."""
 
     def ask(self) -> None:
         """Read the configuration again soon."""

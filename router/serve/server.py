@@ -252,11 +252,13 @@ async def serve(
             cannot be used.
         EndpointError: That of `events.listen` cannot be bound.
     """
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    if source is not None:  # before tokenizers are loaded: without a handler, SIGHUP ends a process
+        loop.add_signal_handler(signal.SIGHUP, asked.set)
     certificate = listener_certificate(config.server.tls)
     service = RouterService(config, new_index=new_index)
     app = RouterApp(service)
     certificates = PlaneCertificates(certificate, service.replica_certificate)
-    loop = asyncio.get_running_loop()
     await _begin_threads(loop)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-"))
@@ -271,7 +273,7 @@ async def serve(
         exempt_from_collection()
         known = list(filter(None, [service.peer_certificate, *certificates.known]))
         renewing = functools.partial(certificates.renew, server.plane)
-        async with _reloading(service, source, known, renewing):
+        async with _reloading(service, source, asked, known, renewing):
             try:
                 async with app.lifespan():
                     await server.serve(sockets=[behind])
@@ -468,16 +470,16 @@ def count_refusal(service: RouterService, reason: str) -> None:
 async def _reloading(
     service: RouterService,
     source: ConfigSource | None,
+    asked: asyncio.Event,
     certificates: Sequence[Certificate],
     on_renewed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
-    """Read the configuration again on SIGHUP, and files that are watched when they change."""
+    """Read the configuration again when *asked*, and files that are watched when they change."""
     jobs: list[Coroutine[Any, Any, None]] = []
     if certificates:
         jobs.append(keep_fresh(certificates, on_renewed))
     if source is not None:
-        reloader = Reloader(source.read, service.reconfigure, service.metrics)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+        reloader = Reloader(source.read, service.reconfigure, service.metrics, asked)
         jobs.append(reloader.run())
         if source.watched is not None:
             jobs.append(reloader.watch(source.watched, source.stamp))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from router.config.schema import RouterConfig
 from router.serve.reload import REFUSED, TAKEN, Reloader
 from router.telemetry.metrics import RouterMetrics
-from tests.support.waiting import eventually
+from tests.support.waiting import START_S, eventually
 
 
 async def test_one_that_cannot_be_taken_over_does_not_keep_out_the_next(
@@ -36,3 +38,32 @@ async def test_one_that_cannot_be_taken_over_does_not_keep_out_the_next(
     finally:
         running.cancel()
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_one_that_asks_while_the_router_starts_is_heard_once_it_runs() -> None:
+    """`systemctl reload` is allowed while tokenizers are loaded; it ended the router, as the system
+    has it for SIGHUP."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ASKED_AT_THE_START], timeout=START_S, check=False
+    )
+    assert ended.returncode == 0
+
+
+_ASKED_AT_THE_START = """
+import os, signal
+from router.config.schema import RouterConfig
+from router.index.index import PrefixIndex
+from router.serve.server import ConfigSource, run
+
+config = RouterConfig.model_validate({"server": {"port": 0}, "models": [{"name": "m"}]})
+
+def new_index(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return PrefixIndex(*arguments, **options)
+
+def read():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return config
+
+raise SystemExit(run(config, new_index, ConfigSource(read, None)))
+"""
