@@ -58,6 +58,9 @@ class Sharing:
         self._packed: dict[int, SharedPrefix] = {}
         self._known: dict[tuple[str, int], Prefilling] = {}
         """The prompts of others, by writer and number."""
+        self._foreign: set[tuple[str, int]] = set()
+        """Those that are of no use, and counted; they arrive again with every slot of the
+        writer."""
         self._unhealthy: dict[str, frozenset[str]] = {}
         self._begun: dict[str, Mapping[str, int]] = {}
         self.foreign_prefixes = 0
@@ -146,13 +149,14 @@ class Sharing:
         """Return what is being computed for others. Each prompt is remembered as sent when it first
         arrives here."""
         known, self._known = self._known, {}
+        self._foreign &= {(name, each.number) for name, at in slots.items() for each in at.prefixes}
         now = self.clock()
         for writer, slot in slots.items():
             for prefix in slot.prefixes:
                 name = writer, prefix.number
                 received = known.get(name)
                 if received is None:
-                    received = self._received(prefix)
+                    received = self._received(name, prefix)
                     if received is None:
                         continue
                     self.recent.remember(received.source, received.keys, now)
@@ -160,12 +164,13 @@ class Sharing:
                 self._known[name] = received
         return list(self._known.values())
 
-    def _received(self, prefix: SharedPrefix) -> Prefilling | None:
+    def _received(self, name: tuple[str, int], prefix: SharedPrefix) -> Prefilling | None:
         model = self.model_of(prefix.model)
         if model is None or prefix.replica not in self.registry or not prefix.keys:
             return None
         if prefix.key_space != model.index.key_space:
-            self.foreign_prefixes += 1
+            self.foreign_prefixes += name not in self._foreign
+            self._foreign.add(name)
             return None
         return Prefilling(
             prefix.number,

@@ -235,6 +235,9 @@ async def test_keys_of_another_secret_are_left_alone_and_counted() -> None:
     here.hear(there=there)
     assert in_prefill(here.mirror, here.prompt()) == {}
     assert here.sharing.foreign_prefixes == 1
+    there.begin(range(2000, 3000))
+    here.hear(there=there)
+    assert here.sharing.foreign_prefixes == 2, "each once, though a slot has all of them"
     for party in (here, there):
         await party.registry.close()
 
