@@ -259,6 +259,37 @@ def test_alerts_and_dashboard_are_those_of_the_repository(tmp_path: Path) -> Non
     assert board["data"]["kvroute.json"] == own
 
 
+@pytest.mark.parametrize("kind", ["podMonitor", "serviceMonitor"])
+def test_a_monitor_has_each_router_scraped_once_under_the_job_of_the_alerts(
+    tmp_path: Path, kind: str
+) -> None:
+    """A job is named after the monitor or the service, where nothing else is said: an alert would
+    fire for good, others never. And what is scraped twice counts twice, also for autoscalers."""
+    values = {**SHARING, "monitoring": {kind: True, "prometheusRule": True}}
+    objects = rendered(tmp_path, values)
+    monitor = one(objects, kind[0].upper() + kind[1:])["spec"]
+    jobs = set(re.findall(r'job="(\w+)"', yaml.safe_dump(one(objects, "PrometheusRule"))))
+    wanted = monitor["selector"]["matchLabels"].items()
+    (endpoint,) = monitor[{"podMonitor": "podMetricsEndpoints"}.get(kind, "endpoints")]
+    pods = [one(objects, "Deployment")["spec"]["template"]]
+    services = [each for each in objects if each["kind"] == "Service"]
+    (found,) = [
+        each
+        for each in (pods if kind == "podMonitor" else services)
+        if wanted <= each["metadata"]["labels"].items()
+        and endpoint["port"] in [port["name"] for port in _ports_of(each["spec"])]
+    ]
+    assert {found["metadata"]["labels"][monitor["jobLabel"]]} == jobs
+    assert "tlsConfig" not in endpoint
+
+
+def _ports_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    ports: list[dict[str, Any]] = (
+        spec["containers"][0]["ports"] if "containers" in spec else spec["ports"]
+    )
+    return ports
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
