@@ -34,6 +34,7 @@ FULL: dict[str, Any] = {
         "prometheusRule": True,
         "dashboard": True,
         "labels": {"release": "prometheus"},
+        "tlsConfig": {"cert": {"secret": {"name": "scraper", "key": "tls.crt"}}},
     },
     "config": {"models": [{"name": "llama"}], "server": {"max_concurrent_requests": 7}},
     "extraVolumes": [{"name": "models", "emptyDir": {}}],
@@ -290,6 +291,22 @@ def _ports_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return ports
 
 
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_routers_that_serve_tls_are_scraped(tmp_path: Path, kind: str) -> None:
+    """They are asked by their address, for which no certificate is."""
+
+    def asked(values: dict[str, Any]) -> Any:
+        spec = one(rendered(tmp_path, values), kind)["spec"]
+        (endpoint,) = spec.get("podMetricsEndpoints") or spec["endpoints"]
+        assert endpoint["scheme"] == "https"
+        return endpoint["tlsConfig"]
+
+    monitoring = {"podMonitor": True, "serviceMonitor": True}
+    plain = {**BASIC, "tls": {"secret": "router-tls"}, "monitoring": monitoring}
+    assert asked(plain) == {"insecureSkipVerify": True}
+    assert asked(FULL) == FULL["monitoring"]["tlsConfig"]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -304,6 +321,14 @@ def _ports_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
         ({**BASIC, "listen": {"enabled": True}}, "replicas must be 1"),
         ({**LISTENING, "autoscaling": {"enabled": True}}, "without autoscaling"),
         ({**BASIC, "listen": {"port": 0}}, "listen.port"),
+        (
+            {
+                **BASIC,
+                "tls": {"secret": "s", "clientCA": "clients"},
+                "monitoring": {"podMonitor": True},
+            },
+            "monitoring.tlsConfig",
+        ),
     ],
 )
 def test_wrong_values_are_refused_with_their_place(
