@@ -15,6 +15,7 @@ reservation ends by itself. `AsyncSelectionClient` is the same with `async with`
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -134,6 +135,16 @@ def _headers(api_key: str | None) -> dict[str, str]:
 _END_S = 10.0
 """The longest time for the router to take the end of a block on an event loop."""
 _UNTOLD = (SelectionError, httpx.HTTPError)
+_NOT_BOOKED = (SelectionError, httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+def _named(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *body* with an id for its reservation, so that what is booked can be ended though no
+    answer came."""
+    return {**body, "selection_id": body.get("selection_id") or uuid.uuid4().hex}
+
+
+_UNANSWERED = {"outcome": "client_left"}
 
 
 class SelectionClient:
@@ -161,8 +172,16 @@ class SelectionClient:
         return _selection(self._http.post("/select", json=body))
 
     def reserve(self, body: Mapping[str, Any]) -> Selection:
-        """Ask, and book it until `end`."""
-        return _selection(self._http.post("/select_and_reserve", json=body))
+        """Ask, and book it until `end`. Without an answer nothing stays booked."""
+        asked = _named(body)
+        try:
+            return _selection(self._http.post("/select_and_reserve", json=asked))
+        except _NOT_BOOKED:
+            raise
+        except BaseException:
+            with suppress(*_UNTOLD):
+                self._end(asked["selection_id"], _UNANSWERED)
+            raise
 
     def prefill_complete(self, selection: Selection) -> None:
         """Report the first token."""
@@ -174,8 +193,10 @@ class SelectionClient:
 
     def end(self, selection: Selection, outcome: str = "completed") -> None:
         """End it: `completed`, `client_left` or `failed`."""
-        report = selection.report(outcome)
-        _check(self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
+        self._end(selection.id, selection.report(outcome))
+
+    def _end(self, selection_id: str, report: Mapping[str, Any]) -> None:
+        _check(self._http.request("DELETE", f"/reservations/{selection_id}", json=report))
 
     @contextmanager
     def reserved(self, body: Mapping[str, Any]) -> Iterator[Selection]:
@@ -214,7 +235,16 @@ class AsyncSelectionClient:
 
     async def reserve(self, body: Mapping[str, Any]) -> Selection:
         """Ask, and book it until `end`."""
-        return _selection(await self._http.post("/select_and_reserve", json=body))
+        asked = _named(body)
+        try:
+            return _selection(await self._http.post("/select_and_reserve", json=asked))
+        except _NOT_BOOKED:
+            raise
+        except BaseException:
+            # In a cancelled scope every other await is cancelled, too.
+            with anyio.move_on_after(_END_S, shield=True), suppress(*_UNTOLD):
+                await self._end(asked["selection_id"], _UNANSWERED)
+            raise
 
     async def prefill_complete(self, selection: Selection) -> None:
         """Report the first token."""
@@ -227,8 +257,10 @@ class AsyncSelectionClient:
 
     async def end(self, selection: Selection, outcome: str = "completed") -> None:
         """End it."""
-        report = selection.report(outcome)
-        _check(await self._http.request("DELETE", f"/reservations/{selection.id}", json=report))
+        await self._end(selection.id, selection.report(outcome))
+
+    async def _end(self, selection_id: str, report: Mapping[str, Any]) -> None:
+        _check(await self._http.request("DELETE", f"/reservations/{selection_id}", json=report))
 
     @asynccontextmanager
     async def reserved(self, body: Mapping[str, Any]) -> AsyncIterator[Selection]:
@@ -241,6 +273,5 @@ class AsyncSelectionClient:
             outcome = "failed"
             raise
         finally:
-            # In a cancelled scope every other await is cancelled, too.
             with anyio.move_on_after(_END_S, shield=True), suppress(*_UNTOLD):
                 await self.end(selection, outcome)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
+import httpx
 import pytest
 
 from router.client import AsyncSelectionClient, SelectionClient, SelectionError
@@ -76,6 +78,65 @@ async def test_a_block_that_is_cancelled_ends_its_reservation(
         now = await router.metrics()
         assert now.sum("kvroute_reservations") == 0
         assert now.sum("kvroute_reservation_ends_total", end="client_left") == left + 1
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cut", "cut, in a thread"])
+async def test_who_gets_no_answer_leaves_nothing_booked(router: RouterProcess, how: str) -> None:
+    """The router has booked, and its answer met nobody: the replica seemed busy for
+    `doors.reservation_idle_s`, ten minutes."""
+    async with (
+        engines(1) as (stub,),
+        router.serving(stub),
+        _losing_the_first_answer(router.port, cuts=how != "cancelled") as (url, is_booked),
+    ):
+        body = {"model": stub.model, "token_ids": prompt_ids(64, 5)}
+        left = (await router.metrics()).sum("kvroute_reservation_ends_total", end="client_left")
+        if how == "cut, in a thread":
+            with SelectionClient(url) as client, pytest.raises(httpx.HTTPError):
+                await asyncio.to_thread(client.reserve, body)
+        async with AsyncSelectionClient(url) as on_loop:
+            if how == "cut":
+                with pytest.raises(httpx.HTTPError):
+                    await on_loop.reserve(body)
+            elif how == "cancelled":
+                asking = asyncio.create_task(on_loop.reserve(body))
+                await is_booked.wait()
+                asking.cancel()
+                await asyncio.wait([asking])
+                assert asking.cancelled()
+        now = await router.metrics()
+        assert now.sum("kvroute_reservations") == 0
+        assert now.sum("kvroute_reservation_ends_total", end="client_left") == left + 1
+
+
+@contextlib.asynccontextmanager
+async def _losing_the_first_answer(
+    port: int, *, cuts: bool
+) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Pass everything on to *port* but its first answer: that sets the event, and cuts the
+    connection where it is to."""
+    is_lost = asyncio.Event()
+
+    async def copy(
+        source: asyncio.StreamReader, to: asyncio.StreamWriter, *, is_answer: bool
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65_536):
+                if not is_answer or is_lost.is_set():
+                    to.write(data)
+                    continue
+                is_lost.set()
+                if cuts:
+                    break
+        to.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, to, is_answer=False), copy(there, writer, is_answer=True))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", is_lost
 
 
 async def test_a_reservation_that_is_gone_takes_no_response_with_it(router: RouterProcess) -> None:
