@@ -4,6 +4,7 @@ pods of an InferencePool."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from kvevents.listener import LISTENED_TO
 from kvevents.pacing import Backoff
 from router.config.discovery import KubernetesDiscovery, Scheme, TcpPort
-from router.config.document import problems_in
+from router.config.document import problems_in, stamp_of
 from router.config.origin import Origin, in_url
 from router.config.replica import ReplicaConfig, ReplicaOptions
 from router.config.section import Location, Role
@@ -425,8 +426,8 @@ def _pass_on(task: asyncio.Task[None], ended: asyncio.Future[None]) -> None:
 
 def _connection(
     config: KubernetesDiscovery, environ: Mapping[str, str]
-) -> tuple[Origin, Callable[[], str | None], ssl.SSLContext | None]:
-    """The API server, the account's token, and the trusted authorities."""
+) -> tuple[Origin, Callable[[], str | None], Callable[[], ssl.SSLContext | None]]:
+    """The API server, the account's token, and the trusted authorities, as they are now."""
     if config.api_server is not None:
         origin = Origin.parse(config.api_server)
     else:
@@ -437,12 +438,30 @@ def _connection(
     token_file = Path(config.token_file) if config.token_file else ACCOUNT / "token"
     ca_file = Path(config.ca_file) if config.ca_file else ACCOUNT / "ca.crt"
     try:
-        trusted = (
-            ssl.create_default_context(cafile=os.fspath(ca_file)) if ca_file.exists() else None
-        )
+        authorities = _Authorities(ca_file)
     except (OSError, ssl.SSLError) as error:
         raise KubernetesError(f"ca_file {ca_file}: {error}") from None
-    return origin, lambda: _token(token_file), trusted
+    return origin, lambda: _token(token_file), authorities.trusted
+
+
+class _Authorities:
+    """The certificates in a file; read again when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = stamp_of(path)
+        self._context = None if self._stamp is None else self._read()
+
+    def trusted(self) -> ssl.SSLContext | None:
+        """Return those of the file; where it is half written or gone, those before."""
+        stamp = stamp_of(self._path)
+        if stamp not in (None, self._stamp):
+            with contextlib.suppress(OSError, ssl.SSLError):
+                self._context, self._stamp = self._read(), stamp
+        return self._context
+
+    def _read(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=os.fspath(self._path))
 
 
 def _token(path: Path) -> str | None:

@@ -91,17 +91,21 @@ class KubernetesApi:
     """An API server, as one account sees it."""
 
     def __init__(
-        self, origin: Origin, token: Callable[[], str | None], tls: ssl.SSLContext | None
+        self,
+        origin: Origin,
+        token: Callable[[], str | None],
+        trusted: Callable[[], ssl.SSLContext | None],
     ) -> None:
         """Ask nothing yet; make it inside a running event loop.
 
         Args:
             token: Returns the account's token; called for every request, since it is renewed.
-            tls: The trusted certificates; None: the system's.
+            trusted: Returns the trusted certificates, None: the system's; called for every request,
+                since a cluster may change its authority.
         """
         self._origin = origin
         self._token = token
-        self._client = UpstreamClient(lambda: tls)
+        self._client = UpstreamClient(trusted)
 
     async def close(self) -> None:
         await self._client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from pathlib import Path
 from random import Random
 
@@ -447,6 +448,29 @@ async def test_the_files_of_the_account_may_come_later(
             assert "ca_file" in found.failures[0]
             path.write_bytes(trustme.CA().cert_pem.bytes())
             await eventually(lambda: list(found.urls) == ["vllm-0"], "it is read")
+
+
+async def test_an_authority_of_the_cluster_may_change(tmp_path: Path) -> None:
+    """Its file holds the new one in time. Read once, it kept a router that ran on from all pods
+    that came later."""
+    first, second = trustme.CA(), trustme.CA()
+    path = tmp_path / "ca.crt"
+    first.cert_pem.write_to_path(path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    first.issue_cert("127.0.0.1").configure_cert(tls)
+    server = ApiServer()
+    url = f"https://127.0.0.1:{await server.start(tls)}"
+    try:
+        await server.put(PATH, pod("vllm-0"))
+        async with following(provider(url, ca_file=str(path))) as found:
+            await eventually(lambda: list(found.urls) == ["vllm-0"], "the first list")
+            second.issue_cert("127.0.0.1").configure_cert(tls)
+            second.cert_pem.write_to_path(path)
+            await server.cut_watches()
+            await server.put(PATH, pod("vllm-1", "10.0.0.2"))
+            await eventually(lambda: "vllm-1" in found.urls, "it is followed on")
+    finally:
+        await server.stop()
 
 
 async def test_outside_a_cluster_it_says_what_is_missing() -> None:
