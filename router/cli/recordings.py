@@ -242,9 +242,13 @@ class RecordingWriter:
     def __enter__(self) -> RecordingWriter:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, kind: object, *_exc: object) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            if kind is None:  # else that has been raised already
+                raise self._unwritten(error) from None
 
     def frame(self, payload: bytes) -> None:
         """Append the third frame of one message."""
@@ -255,13 +259,22 @@ class RecordingWriter:
         self.line(_encoded(query))
 
     def line(self, line: bytes) -> None:
-        """Append a line that is encoded already, with its line break."""
+        """Append a line that is encoded already, with its line break.
+
+        Raises:
+            RecordingError: It cannot be written.
+        """
         if self._file is None:
             self._file = _open(self._path, "wb")
-            if self._header is not None:
-                self._file.write(_encoded(self._header))
-        self._file.write(line)
-        self._file.flush()
+            line = line if self._header is None else _encoded(self._header) + line
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritten(error) from None
+
+    def _unwritten(self, error: OSError) -> RecordingError:
+        return RecordingError(f"{self._path}: {error.strerror}")
 
 
 def _encoded(value: Any) -> bytes:

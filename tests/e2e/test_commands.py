@@ -206,6 +206,19 @@ def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: 
     assert frames(output) == published
 
 
+def test_a_recording_for_which_there_is_no_room_ends_with_the_reason() -> None:
+    """A disk is soon full of prompts; the command ended with a traceback of two errors."""
+    config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    with RecordedStreamPublisher(config) as publisher:
+        for payload in frames(STREAM)[:5]:
+            publisher.publish_raw(payload)
+        addresses = "--endpoint", publisher.endpoint, "--replay-endpoint", publisher.replay_endpoint
+        done = kvroute("capture", *map(str, addresses), "--output", "/dev/full", "--seconds", "30")
+    assert done.returncode == 2
+    assert done.stderr.endswith("kvroute: /dev/full: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_silent_engine_gives_an_empty_recording_and_a_failure(tmp_path: Path) -> None:
     """A script must notice that it recorded nothing."""
     with RecordedStreamPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0")) as publisher:
