@@ -250,11 +250,15 @@ class RequestLog:
         self._max_requests = max_requests
         self._clock = clock
         self._held: dict[int, RoutedRequest] = {}
+        self._logged_anew: dict[str, int] = {}
+        """Numbers of requests that are to be logged anew, by their ids: readers have seen them."""
 
     def add(self, request: RoutedRequest) -> None:
         """Log a request that has been decided on."""
-        self._last_number += 1
-        request.number = self._last_number
+        number = self._logged_anew.pop(request.request_id, None)
+        if number is None:
+            self._last_number += 1
+        request.number = number or self._last_number
         request.arrived_at = round(self._clock(), 3)
         self.totals.now().requests += 1
         self.update(request)
@@ -280,9 +284,12 @@ class RequestLog:
                 self._held = {request.number: request for request in kept}
 
     def forget(self, request: RoutedRequest) -> None:
-        """Remove a request that is logged anew."""
+        """Remove a request that is logged anew, under the same number."""
         self.totals.now().requests -= 1
         self._held.pop(request.number, None)
+        self._logged_anew[request.request_id] = request.number
+        if len(self._logged_anew) > self._max_requests:
+            del self._logged_anew[next(iter(self._logged_anew))]
 
     def finish(self, request: RoutedRequest) -> None:
         """Note that a request has ended, and count it."""

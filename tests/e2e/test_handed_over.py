@@ -102,6 +102,39 @@ async def test_it_is_logged_when_it_came(headers: Headers) -> None:
         assert entry["arrived_at"] < began + 0.3 < ended_at < time.time() + 0.01
 
 
+async def test_who_follows_the_log_sees_it_end(headers: Headers) -> None:
+    """Under its number: else the live page shows all that waited at a replica that died as running,
+    beside what became of them."""
+    go = asyncio.Event()
+    async with scene(2) as (router, (dying, other)):
+        await until_busy(router, other)
+        dying.behaviour = after(go, hang_up)
+        seen: dict[int, Any] = {}
+        change = 0
+
+        async def follow() -> list[Any]:
+            nonlocal change
+            log = (await router.get(f"/requests?after={change}")).json
+            change = log["change"]
+            seen.update((each["number"], each) for each in log["requests"])
+            return [each for each in seen.values() if each["end"] is None]
+
+        request = asyncio.create_task(posted(router, body_for(dying, 1), headers))
+        while not await follow():
+            await asyncio.sleep(0.01)
+        go.set()
+        found = await request
+        assert (found.status, found.headers["x-kv-replica"]) == (200, other.name)
+        while not (ended := [*seen.values()]) or ended[-1]["end"] is None:
+            await follow()
+        assert await follow() == []
+        assert seen[max(seen)]["request_id"] == found.headers["x-request-id"]
+        sent = [stub.requests[-1] for stub in (dying, other)]
+        assert [each.names.count("x-request-id") for each in sent] == [1, 1]
+        ids = [each.headers["x-request-id"] for each in sent]
+        assert ids == 2 * [found.headers["x-request-id"]], "the logs of both replicas have it"
+
+
 async def test_what_is_served_makes_room_for_retries(headers: Headers) -> None:
     """The budget is a share of all requests: as it only counted those that failed, a fleet that
     loses one in a hundred had no retries left after an hour."""

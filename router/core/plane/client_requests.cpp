@@ -150,6 +150,7 @@ void Client::open_exchange(std::size_t used) {
     body_reader_.begin(head_.framing, head_.length, bounds);
     is_body_whole_ = body_reader_.has_ended();
     is_piece_wanted_ = is_opened_ = was_prepared_ = false;
+    request_id_.clear();
     show(Shown::not_yet);
     if (!is_body_whole_ && !in_.empty()) {
         take_body();
@@ -173,6 +174,10 @@ void Client::post_opened() {
                   .was_prepared = was_prepared_,
                   .share = std::move(share_)};
     opened.fields = fields();
+    if (!request_id_.empty()) {  // one that a replica has seen stays
+        std::erase_if(opened.fields, [](const auto& field) { return field.first == "x-request-id"; });
+        opened.fields.emplace_back("x-request-id", request_id_);
+    }
     posted_ = body_.size();
     is_opened_ = true;
     thread_.post(exchange_, std::move(opened));
