@@ -39,6 +39,7 @@ from router.policies.policies import LEAST_DELAY, PolicySettings, make_policy
 from router.prompt.processes import LargeWork
 from router.routing.admission import Admission
 from router.routing.booking import Bookings
+from router.routing.decision import ANY_MODEL
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import Known, RoutePlanner
@@ -270,7 +271,11 @@ class RouterService(RouterParts):
                 removed[source.replica].update(counts)
         return {name: BlockCounts(held[name], removed[name]) for name in held}
 
+    def _knows_model(self, name: str) -> bool:
+        return name == ANY_MODEL or self.models.get(name) is not None
+
     def _make_observation(self) -> None:
+        self.metrics.knows_model = self._knows_model
         self._removals = Removals()
         self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Generic, TypeVar
@@ -27,6 +27,8 @@ from kvevents.field_docs import Exported, MetricKind, counter, histogram, metric
 from router.telemetry.request_log import outcome
 from router.telemetry.settled import Comparisons, Distribution, RequestSum
 
+REMOVED = "removed"
+"""In place of a replica or a model that is gone by the end of a request."""
 MAX_TIER_LABELS = 64
 """The most tier names: engines choose them, and the router must not keep every one."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -192,7 +194,8 @@ class RouterMetrics:
         WrittenCounter, counter("kvroute_requests", "model", "replica", "policy", "status")
     ]
     """Proxied requests that ended, by the replica whose response was passed on (`none`: no
-    replica's; `removed`: a replica removed meanwhile) and the status sent."""
+    replica's; `removed`: a replica removed meanwhile, as a model that none serves any more) and the
+    status sent."""
     ends: Annotated[WrittenCounter, counter("kvroute_request_ends", "end")]
     """Proxied requests by how they ended: `completed`, `client_left`, `client_stalled`,
     `replica_died`, `no_replica`, `overloaded`, `abandoned`."""
@@ -318,6 +321,9 @@ class RouterMetrics:
         self._collected = _Collected()
         self._tiers: set[str] = set()
         self._served: dict[tuple[str, str], ServedMetrics] = {}
+        self.knows_model: Callable[[str], bool] = lambda _: True
+        """Returns whether a model is still served, or configured: requests may outlive theirs, and
+        its series must not come back."""
         registry.register(self._collected)
         for field_name, spec in metrics_of(RouterMetrics).items():
             is_histogram = spec.kind is MetricKind.HISTOGRAM
@@ -331,6 +337,7 @@ class RouterMetrics:
         Args:
             tokenization_s: Until the token ids were known; None without a prompt.
         """
+        model = self.label_of(model)
         if tokenization_s is not None:
             self.tokenization.labels(model).observe(tokenization_s)
         self.routing.labels(model).observe(routing_s)
@@ -341,10 +348,15 @@ class RouterMetrics:
         Args:
             replica: The replica that responded, or a word for none.
         """
+        model = self.label_of(model)
         found = self._served.get((model, replica))
         if found is None:
             found = self._served[model, replica] = ServedMetrics(self, model, replica)
         return found
+
+    def label_of(self, model: str) -> str:
+        """Return the model's name; a word for one that is gone."""
+        return model if self.knows_model(model) else REMOVED
 
     def tier_label(self, tier: str) -> str:
         """Return the tier's name, which an engine has chosen; one name for all beyond the limit."""

@@ -21,7 +21,7 @@ from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
 from router.routing.question import Placement
 from router.routing.stored_responses import StoredResponses
-from router.telemetry.metrics import RouterMetrics, ServedMetrics
+from router.telemetry.metrics import REMOVED, RouterMetrics, ServedMetrics
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Comparisons, RequestSum, Settled
@@ -183,7 +183,7 @@ class RequestObservers:
         is_known = settled.replica in self.replicas
         served = self.metrics.served(
             settled.model,
-            "none" if not settled.first_byte_s else settled.replica if is_known else "removed",
+            "none" if not settled.first_byte_s else settled.replica if is_known else REMOVED,
         )
         if settled.first_byte_s and is_known:
             request.first_byte_s = settled.first_byte_s
@@ -209,13 +209,14 @@ class RequestObservers:
         """Count requests that were decided and served elsewhere, and that are not logged."""
         model, replica = summed.model, summed.replica
         is_known = replica in self.replicas
-        served = self.metrics.served(model, replica if is_known else "removed")
+        served = self.metrics.served(model, replica if is_known else REMOVED)
         served.add(summed, policy)
         self.metrics.ends.labels(End.COMPLETED.value).inc(summed.requests)
         compared: list[Comparisons] = []
         if is_known:
             self.replicas.report_served(replica)
-            self.metrics.first_byte.labels(model, replica).add(summed.first_byte_s)
+            label = self.metrics.label_of(model)
+            self.metrics.first_byte.labels(label, replica).add(summed.first_byte_s)
             if summed.reported.requests:
                 self.reporting.add(replica)
             compared = [summed.reported, *([summed.silent] if replica in self.reporting else [])]
@@ -479,7 +480,7 @@ class RequestObserver(ProxyObserver):
         must not come back."""
         if self._responded is None:
             return "none"
-        return self._responded if self._responded in self._of_all.replicas else "removed"
+        return self._responded if self._responded in self._of_all.replicas else REMOVED
 
     def _compare(self, at: Placement, was_quiet: bool, served: ServedMetrics) -> None:
         replica_id, candidate, source = self._responded, at.candidate, at.source

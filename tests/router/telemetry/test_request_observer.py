@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -100,10 +101,13 @@ class Observed:
         replica.sources = tuple(EventSource(rank, "tcp://127.0.0.1:1") for rank in range(ranks))
 
     async def observe(
-        self, ids: Sequence[int] = IDS, endpoint: Endpoint = Endpoint.COMPLETIONS
+        self,
+        ids: Sequence[int] = IDS,
+        endpoint: Endpoint = Endpoint.COMPLETIONS,
+        model: str = "m",
     ) -> tuple[Decision, RequestObserver]:
-        field = b"input" if endpoint is Endpoint.EMBEDDINGS else b"prompt"
-        body = b'{"model": "m", "%b": %b}' % (field, str(list(ids)).encode())
+        field = "input" if endpoint is Endpoint.EMBEDDINGS else "prompt"
+        body = json.dumps({"model": model, field: list(ids)}).encode()
         decision = await self.dispatcher.dispatch(endpoint, body)
         return decision, self.observers.observe(decision, endpoint.value, "id")
 
@@ -130,6 +134,32 @@ async def observed(request: pytest.FixtureRequest) -> AsyncIterator[Observed]:
     made.models.close()
     made.large_work.close()
     made.large_work.close()
+
+
+async def test_the_series_of_a_model_do_not_come_back_by_a_request_that_outlived_it(
+    observed: Observed,
+) -> None:
+    """Long streams outlive the last replica of a model; where each version of a model has a name of
+    its own, its series stayed for ever."""
+    metrics, models = observed.observers.metrics, observed.models
+    metrics.knows_model = lambda name: models.get(name) is not None
+    models.discover("retired")
+    url = "http://127.0.0.1:1"
+    added = observed.registry.add(ReplicaConfig(url=url, id="r0", models=("retired",)))
+    added.record.check_passed()
+    decision, observer = await observed.observe(model="retired")
+    (attempt,) = decision.attempts()
+    observer.on_attempt(attempt)
+    observer.on_first_byte(attempt, 0.5)
+    observed.registry.remove("r0")
+    assert models.forget_all_but(()) == ["retired"]
+    observed.observers.forget_replica("r0")
+    observed.observers.forget_model("retired")
+    observer.on_end(End.COMPLETED, 200, 1.0)
+    samples = [sample for family in observed.metrics.collect() for sample in family.samples]
+    assert not [sample for sample in samples if "retired" in sample.labels.values()]
+    counted = [sample for sample in samples if sample.name == "kvroute_requests_total"]
+    assert [(one.labels["model"], one.value) for one in counted] == [("removed", 1)]
 
 
 async def test_a_failed_attempt_voids_what_was_remembered_of_the_replica(
