@@ -420,11 +420,12 @@ def test_a_container_declares_its_resources(workload: dict[str, Any]) -> None:
 
 
 def test_the_alert_on_the_index_fires_before_the_memory_is_full() -> None:
-    """At 280 bytes a block."""
+    """At 65 bytes a block, as the index is measured to need; other parts need memory, too."""
     (limit,) = re.findall(r"^(\d+)Gi$", container(ROUTER)["resources"]["limits"]["memory"])
     (blocks,) = re.findall(
         r"kvroute_index_blocks\) > (\S+)$",
         (DEPLOY / "prometheus/alerts.yml").read_text(),
         re.MULTILINE,
     )[:1]
-    assert float(blocks) * 280 < 0.75 * int(limit) * 2**30
+    used = float(blocks) * 65 / (int(limit) * 2**30)
+    assert 0.4 < used < 0.6, "neither for nothing nor too late"
