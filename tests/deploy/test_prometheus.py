@@ -72,6 +72,22 @@ def test_an_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on(
     assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_what_an_alert_leads_to_is_about_what_it_saw(rule: dict[str, Any]) -> None:
+    """Its section has one of its metrics by name: several led to one that did not mention them."""
+    name, anchor = rule["annotations"]["runbook_url"].partition("/blob/main/")[2].split("#")
+    text = (ROOT / name).read_text()
+    parts = re.split(r"^(#+ .*)$", text, flags=re.MULTILINE)
+    (at,) = [
+        index
+        for index, part in enumerate(parts)
+        if part.startswith("#") and part.lstrip("# ").lower().replace(" ", "-") == anchor
+    ]
+    seen = re.findall(r"(?:kvroute|vllm)[_:][a-z0-9_:]+?(?=_total|_bucket|\W)", rule["expr"])
+    section = "".join(parts[at : at + 2])
+    assert any(metric in section for metric in seen) or 'up{job="kvroute"}' in rule["expr"]
+
+
 def test_alert_names_are_unique() -> None:
     """Silencing one alert must not silence another."""
     names = [rule["alert"] for rule in alerts()]
