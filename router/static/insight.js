@@ -8,8 +8,14 @@ import { count, plural } from "./words.js";
 
 const DENSE = "full_attention";
 const open = new Set();
+let present = new Set(); // the ids of the replicas that there are
 
-export const openIds = () => [...open];
+export function learnIds(ids) {
+  present = new Set(ids);
+}
+
+// A row stays open while its replica is away; its hour is not asked for.
+export const openIds = () => [...open].filter((id) => present.has(id));
 
 export function makeInsight(row, id, redraw) {
   row.querySelector(".open").addEventListener("click", () => {

@@ -13,7 +13,7 @@ import {
   writeName,
   writeWhole,
 } from "./dom.js";
-import { drawInsight, makeInsight } from "./insight.js";
+import { drawInsight, learnIds, makeInsight } from "./insight.js";
 import { count, shortCount } from "./words.js";
 
 const PER_PAGE = 12;
@@ -32,6 +32,7 @@ export function startReplicas() {
 
 export function showReplicas(overview) {
   ({ replicas, tiers } = overview);
+  learnIds(replicas.map((replica) => replica.id));
   draw();
   drawStores(overview.stores ?? []);
 }

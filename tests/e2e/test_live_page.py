@@ -378,6 +378,22 @@ async def test_the_last_hour_has_a_step_that_runs(locked: RouterProcess, path: s
 
 
 @needs_browser
+async def test_no_hour_is_asked_for_of_a_replica_that_is_gone(router: RouterProcess) -> None:
+    """The router gives 16 at a time: pods that had gone took the place of those whose rows were
+    opened later, which showed none."""
+    async with HybridStub(unique("model")) as stub, browser_page() as (page, watch):
+        async with router.serving(stub):
+            await page.goto(router.url)
+            await row_of(page, stub).locator(".open").click()
+            await expect(row_of(page, stub).locator(".chart")).to_have_count(5)
+        async with page.expect_request(
+            lambda request: "history?" in request.url and stub.name not in request.url
+        ):
+            pass
+        assert watch.complaints == []
+
+
+@needs_browser
 async def test_an_open_row_shows_its_hour_and_drains_its_replica(router: RouterProcess) -> None:
     """An operator takes a replica out of rotation where it is seen that it must go. What the window
     has left behind is not shown as lost."""
