@@ -222,7 +222,12 @@ class FileOffloadingManager(TierManager[_FileEntry]):
     # --- small steps ------------------------------------------------------------------------------
 
     def _remove_stuck(self) -> None:
-        while self._stuck and self._unlink(key := next(iter(self._stuck))):
+        while self._stuck:
+            key = next(iter(self._stuck))
+            if not self._unlink(key):
+                # On a disk gone read-only none can go; the next call begins with another one.
+                self._stuck[key] = self._stuck.pop(key)
+                return
             self._forget(key)
 
     def _unlink(self, key: OffloadKey) -> bool:

@@ -245,6 +245,24 @@ def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(
     assert (output.keys_to_store, output.evicted_keys) == ((A,), [])
 
 
+@pytest.mark.parametrize("goes", [A, B], ids=["first", "second"])
+def test_a_file_that_stays_holds_up_no_other_that_can_be_deleted(
+    manager: FileOffloadingManager, store: BlockStore, goes: OffloadKey
+) -> None:
+    """Its bytes would be taken, and its key not stored again, as long as the other one stays."""
+    for key in (A, B):
+        put(manager, store, key)
+        path_of(store, key).unlink()
+        path_of(store, key).mkdir()  # no unlink works on it
+    manager.prepare_load([A, B], CONTEXT)
+    manager.complete_load([A, B], CONTEXT, success=False)
+    assert manager.statistics().doomed_blocks == 2
+    path_of(store, goes).rmdir()
+    outputs = [manager.prepare_store([goes], CONTEXT) for _ in range(2)]
+    assert (goes,) in [output and output.keys_to_store for output in outputs]
+    assert manager.statistics().used_bytes == 2 * FILE_BYTES
+
+
 def test_a_restart_keeps_the_order_of_use_and_the_bound_and_reports_the_blocks(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
