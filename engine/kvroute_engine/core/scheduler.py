@@ -295,6 +295,8 @@ class Scheduler:
         """
         for request_id in loaded:
             sequence = self._sequences[request_id]
+            if sequence.loads_at_first:
+                self._count_group_hits(sequence)
             sequence.cache.num_computed_tokens = sequence.loaded_tokens
             sequence.state = SequenceState.RUNNING
             self._running.append(sequence)
@@ -364,11 +366,14 @@ class Scheduler:
             step.is_closed = True
             return None
         if is_first:
-            self._count_hits(sequence, hit)
+            prompt = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(hit.num_tokens, prompt)
         if must_load:
             sequence.loads_at_first = is_first
             self._start_load(sequence, hit)
         else:
+            if is_first:
+                self._count_group_hits(sequence)
             cached.num_computed_tokens = computed.num_tokens
             sequence.state = SequenceState.RUNNING
             self._running.append(sequence)
@@ -385,8 +390,9 @@ class Scheduler:
             sequence.group_hits_at = computed.num_tokens
             sequence.group_hits = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
 
-    def _count_hits(self, sequence: SequenceInProgress, hit: ExternalHit) -> None:
-        sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
+    def _count_group_hits(self, sequence: SequenceInProgress) -> None:
+        """Count what each group could have served, once its first admission is sure: one whose load
+        fails is none, and another follows."""
         for index, tokens in enumerate(sequence.group_hits):
             self._group_hit_tokens[index] += tokens
 

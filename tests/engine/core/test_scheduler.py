@@ -261,6 +261,34 @@ def test_a_failed_load_after_a_preemption_changes_nothing_about_the_first_admiss
     assert {output.num_cached_tokens for output in outputs["b"]} == {0}
 
 
+def test_a_request_whose_load_failed_counts_its_own_hits_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is admitted a second time, and reports that as its first."""
+    engine, _, _ = engine_of(num_blocks=60, cpu_blocks=500)
+    engine.add_request(request("first", 100))
+    finish(engine)
+    engine.cache.evict_blocks(range(3, 60))
+    worker = engine.tiers[0].worker
+    get_finished = worker.get_finished
+
+    def fail_loads() -> list[TransferResult]:
+        found = get_finished()
+        return [replace(each, success=each.direction is not Direction.LOAD) for each in found]
+
+    engine.add_request(request("again", 100))
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "get_finished", fail_loads)
+        outputs = finish(engine)
+    assert outputs["again"][0].num_cached_tokens == 32
+    assert engine.statistics().cache.counts.requests == 3
+    assert engine.statistics().scheduler.group_hit_tokens == (32,)
+    engine.cache.evict_blocks(range(1, 60))
+    engine.add_request(request("loaded", 100))
+    assert finish(engine)["loaded"][0].num_cached_tokens == 96
+    assert engine.statistics().scheduler.group_hit_tokens == (32,), "the GPU's groups held nothing"
+
+
 def test_waiting_requests_go_by_their_priority_and_running_ones_are_not_held_up() -> None:
     """As in vLLM: the lowest number first, equal ones as they arrived."""
     engine, watch, _ = engine_of(
