@@ -59,6 +59,7 @@ _NAMED = {
         "EventAddress": "`tcp://host:port`, `ipc://path`, `http://host:port/path`, `listen`",
         "Network": "network",
         "HostName": "name",
+        "PeerHost": "name or address",
         "CurvePublicKey": "40 characters",
         "KeyName": "1 to 64 of `A-Za-z0-9_.-`",
         "HeaderName": "header name, lower case",

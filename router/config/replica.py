@@ -17,9 +17,9 @@ from router.config.values import (
     Count,
     CurvePublicKey,
     EventAddress,
-    HostName,
     Items,
     Name,
+    PeerHost,
     ReplicaId,
     Secret,
     Url,
@@ -54,7 +54,7 @@ class EventSourceConfig(Section, frozen=True):
 class PeerTierConfig(Section, frozen=True):
     """The address at which other engines pull cached prefixes from a replica's memory."""
 
-    host: HostName = "*"
+    host: PeerHost = "*"
     """`*` means the replica's own.
 
     Change it when engines reach each other at another address than the router reaches them."""

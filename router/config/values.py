@@ -166,6 +166,18 @@ def _check_network(text: str) -> str:
     return text
 
 
+def _check_peer_host(host: str) -> str:
+    """Return an IPv6 address without brackets, which engines put around it where they need them."""
+    if ":" not in host:
+        return host
+    address = host.removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        raise broken_rule(f"{host!r}; expected a name or an address, without port") from None
+    return address
+
+
 def _check_endpoint(endpoint: str) -> str:
     if not is_endpoint(endpoint):
         raise broken_rule(f"{endpoint!r}; expected tcp://host:port or ipc://path")
@@ -299,6 +311,12 @@ ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check
 EventAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_event_address)]
 Network = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_network)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
+PeerHost = Annotated[
+    str,
+    Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*|[0-9A-Fa-f:.]{2,45}|\[[0-9A-Fa-f:.]{2,45}\])$"),
+    PLAIN,
+    AfterValidator(_check_peer_host),
+]
 CurvePublicKey = Annotated[
     str,
     Field(max_length=64),

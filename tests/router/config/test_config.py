@@ -646,6 +646,22 @@ def test_a_replica_in_a_request_has_the_same_form() -> None:
     assert (replica.replica_id, replica.api_key) == ("r", SecretStr("sk-1"))
 
 
+@pytest.mark.parametrize("host", ["fd00::5", "::ffff:10.0.0.5", "10.0.0.5", "engine-0.a", "*"])
+def test_a_peer_may_have_any_address(host: str) -> None:
+    """A replica's URL may hold an IPv6 address; a request names one without brackets."""
+    for written in {host, f"[{host}]" if ":" in host else host}:
+        replica = read_replica({"url": "http://h:1", "p2p": {"host": written, "port": 7777}})
+        assert replica.p2p is not None
+        assert replica.p2p.host == host
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5:7777", "fd00:::5", "[fd00::5", "a:b", "", "a b"])
+def test_what_is_no_address_of_a_peer_is_refused(host: str) -> None:
+    """An engine would refuse each request that names it."""
+    with pytest.raises(BadRequest, match=r"p2p\.host"):
+        read_replica({"url": "http://h:1", "p2p": {"host": host, "port": 1}})
+
+
 def test_the_schema_of_a_replica_says_what_it_may_hold() -> None:
     """It is what /docs shows for POST /replicas."""
     schema = ReplicaConfig.model_json_schema()
