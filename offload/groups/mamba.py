@@ -91,6 +91,7 @@ class MambaManager(GroupManager):
     @override
     def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> list[Block]:
         table = self._tables.setdefault(request_id, BlockTable([])).blocks
+        self._forget_rejected(request_id, need.num_computed_tokens)
         self._record_state(request_id, need.num_tokens)
         missing = blocks_for(need.num_tokens, self.block_size) - len(table)
         if missing <= 0:
@@ -119,6 +120,12 @@ class MambaManager(GroupManager):
         whole = self._whole_states.setdefault(request_id, set())
         if num_tokens and num_tokens % self.block_size == 0:
             whole.add(num_tokens // self.block_size - 1)
+
+    def _forget_rejected(self, request_id: str, num_computed_tokens: int) -> None:
+        """Drop the states behind drafts that were rejected: other tokens come there."""
+        computed = num_computed_tokens // self.block_size
+        whole = self._whole_states.get(request_id, set())
+        whole.difference_update([index for index in whole if index >= computed])
 
     @override
     def free(self, request_id: str) -> None:

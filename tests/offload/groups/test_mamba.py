@@ -110,6 +110,17 @@ def test_a_preempted_requests_old_states_do_not_count_for_its_new_ones() -> None
     assert found(group, prompt) == []
 
 
+def test_the_state_behind_a_rejected_draft_is_not_that_of_the_tokens_that_came_instead() -> None:
+    """The next step may pass the block's end without another state there."""
+    group, prompt = manager(), request("a", range(20))
+    run(group, prompt, 6)
+    group.allocate_new_blocks("a", need(8, 6))  # a token and a draft
+    group.cache_blocks(prompt, 7, KEEP_ALL)  # the draft is rejected
+    group.allocate_new_blocks("a", need(10, 7))
+    group.cache_blocks(prompt, 10, KEEP_ALL)
+    assert found(group, prompt) == []
+
+
 # --- what is needed -------------------------------------------------------------------------------
 
 
