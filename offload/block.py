@@ -16,6 +16,7 @@ class Block:
         "group_idx",
         "has_slid_out",
         "is_null",
+        "is_wrong",
         "next_free",
         "previous_free",
         "ref_count",
@@ -29,6 +30,8 @@ class Block:
         self.group_idx = GroupIdx(0)
         self.is_null = False
         """Fills a block table where no block is needed; never in the queue, never written."""
+        self.is_wrong = False
+        """Its content turned out wrong, and it was neither given out nor cached since."""
         self.has_slid_out = False
         """Freed because its request's window or state moved on, and not used since."""
         self.previous_free: Block | None = None

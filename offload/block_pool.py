@@ -106,7 +106,7 @@ class BlockPool:
             if block.block_hash is not None:
                 self._evict(block)
             block.ref_count = 1
-            block.has_slid_out = False
+            block.has_slid_out = block.is_wrong = False
         return blocks
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -194,6 +194,7 @@ class BlockPool:
         for index, block in enumerate(run, first):
             block_hash = request.hash_at((index + 1) * size)
             block.block_hash, block.group_idx = block_hash, group_idx
+            block.is_wrong = False
             has_appeared = cached.add(block_hash, block)
             if log:
                 log.add_stored(block_hash, has_appeared)
@@ -212,8 +213,10 @@ class BlockPool:
                     f"evict_blocks: block id {block_id} must lie in [1, {len(self._blocks) - 1}]"
                 )
         for block_id in ids:
-            if self._blocks[block_id].block_hash is not None:
-                self._evict(self._blocks[block_id])
+            block = self._blocks[block_id]
+            block.is_wrong = True
+            if block.block_hash is not None:
+                self._evict(block)
 
     def reset_prefix_cache(self) -> bool:
         """Make every block unfindable; return False, with nothing changed, while a request holds

@@ -96,7 +96,7 @@ class StorePlanner:
         for first in range(start, self._stop(request, manager, tier_index), in_block):
             blocks = table[first : first + in_block]
             # A block without a hash serves no hit, and one that slid out can no longer be copied.
-            if any(block.is_null for block in blocks) or all(
+            if any(block.is_null or block.is_wrong for block in blocks) or all(
                 block.block_hash is None for block in blocks
             ):
                 continue

@@ -343,6 +343,32 @@ def test_only_the_prompt_is_stored_where_that_is_asked_for() -> None:
     assert stored == {StoreScope.PROMPT: 5, StoreScope.ALL: 9}
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_block_that_turned_out_wrong_is_not_stored_within_a_larger_one(size: int) -> None:
+    """It would come back as right."""
+    config = config_of(GROUPS["full"], num_blocks=80)
+    pages = TensorPages(config)
+    tier = cpu_tier(pages, config, 100, [size])
+    driver = OffloadDriver(config, pages, [tier], 1)
+    with shut_down([tier]):
+        job = driver.new(list(range(48)))
+        assert driver.admit(job, 48)
+        wrong = driver.cache.block_tables(job.request.request_id)[0][5]
+        driver.cache.evict_blocks([wrong.block_id])
+        driver.end_step()
+        driver.finish(job)
+        driver.drain()
+        stored = [
+            index
+            for index in range(12)
+            if tier.tier.find(
+                GroupIdx(0), job.request.hash_at(4 * index + 4), RequestContext("other")
+            )
+        ]
+    left_out = range(5 // size * size, (5 // size + 1) * size)
+    assert stored == [index for index in range(12) if index not in left_out]
+
+
 def test_two_tiers_of_one_medium_are_refused() -> None:
     """A removal from one would read as a removal from both."""
     config = config_of(GROUPS["full"])
