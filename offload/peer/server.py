@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Protocol
 
 import zmq
@@ -27,11 +28,18 @@ class PeerMemory(Protocol):
 
 
 class PeerServer:
-    """Serves one memory, in a thread of its own. Never waits for a client: a reply that it does not
-    take is dropped."""
+    """Serves one memory, in a thread of its own. Never waits for a client: what it does not take is
+    dropped, and so is a client that takes nothing for a while."""
 
     POLL_MS = 100
     """The longest until closing is noticed."""
+    MOST_UNSENT_BYTES = 512 << 20
+    """The most that replies to all clients together take until they are sent; beyond it, blocks are
+    answered as if they were gone. A block that has begun may exceed it."""
+    MOST_QUEUED = 2
+    """Requests and replies of one client; ours send the next request behind the reply."""
+    UNTAKEN_MS = 10_000
+    """After this a client that takes nothing is disconnected, and what it was sent is let go."""
 
     def __init__(self, host: str, port: int, identity: bytes, memory: PeerMemory) -> None:
         """Bind, and serve until closed.
@@ -50,6 +58,11 @@ class PeerServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, self.MOST_QUEUED)
+        self._socket.setsockopt(zmq.RCVHWM, self.MOST_QUEUED)
+        self._socket.setsockopt(zmq.TCP_MAXRT, self.UNTAKEN_MS)
+        self._unsent: list[tuple[zmq.MessageTracker, int]] = []
+        """Parts of replies that ZMQ may hold, and their bytes."""
         try:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -72,7 +85,17 @@ class PeerServer:
             while not self._closing.is_set():
                 if socket.poll(self.POLL_MS):
                     client, *frames = socket.recv_multipart()
-                    socket.send_multipart([client, *self._reply(frames)])
+                    self._unsent = [each for each in self._unsent if not each[0].done]
+                    self._send(socket, client, self._reply(frames))
+
+    def _send(self, socket: Socket, client: bytes, reply: list[bytes]) -> None:
+        last = len(reply) - 1
+        socket.send(client, zmq.SNDMORE)
+        for index, part in enumerate(reply):
+            frame = zmq.Frame(part, track=True, copy=False)
+            socket.send(frame, zmq.SNDMORE if index < last else 0, copy=False)
+            if part and frame.tracker is not None:
+                self._unsent.append((frame.tracker, len(part)))
 
     def _reply(self, frames: list[bytes]) -> list[bytes]:
         try:
@@ -88,4 +111,12 @@ class PeerServer:
         is_ours = request.identity == self._identity
         if isinstance(request, PeerQuestion):
             return [pack_bits([is_ours and self._memory.holds(key) for key in keys])]
-        return [(is_ours and self._memory.read(key)) or b"" for key in keys]
+        blocks = list(self._blocks(keys)) if is_ours else [b""] * len(keys)
+        return blocks or [b""]  # a message has a frame, also in reply to a fetch of nothing
+
+    def _blocks(self, keys: list[OffloadKey]) -> Iterator[bytes]:
+        room = self.MOST_UNSENT_BYTES - sum(size for _, size in self._unsent)
+        for key in keys:
+            block = (room > 0 and self._memory.read(key)) or b""
+            room -= len(block)
+            yield block

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import zmq
 
+from kvevents.endpoints import Socket
 from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
@@ -19,9 +21,10 @@ from kvroute_engine.core.build import EngineConfig, build_engine
 from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import EngineRequest, SamplingParams
 from offload.base import OffloadKey
-from offload.errors import CacheConfigError, EngineRequestError
+from offload.errors import CacheConfigError, EngineRequestError, TransferError
 from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
+from offload.peer.server import PeerServer
 from offload.peer.wire import PeerFetch, encode
 from offload.request import PeerBlocks, PeerSource
 from offload.tiers import PeerTierSpec, TierConfig
@@ -265,14 +268,71 @@ def test_a_server_outlives_whatever_is_sent_to_it(start: Start) -> None:
     """Anyone may connect."""
     holder, puller = start(), start(False)
     holder.serve("a", PROMPT)
-    with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
+    dealer: Socket
+    with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
         for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"x" * 10_000], [b"\x91\xa1\xff"]):
-            socket.send_multipart(frames)
-            assert socket.poll(10_000)
-            assert socket.recv_multipart() == [b""]
+            dealer.send_multipart(frames)
+            assert dealer.poll(10_000)
+            assert dealer.recv_multipart() == [b""]
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["until they leave", "for a while"])
+def test_what_clients_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Any number may ask for all blocks again and again; the memory is the engine's."""
+    monkeypatch.setattr(PeerServer, "MOST_UNSENT_BYTES", 64 << 20)
+    monkeypatch.setattr(PeerServer, "UNTAKEN_MS", 0 if leaves else 1000)
+    block = bytes(1 << 20)
+    reads: list[OffloadKey] = []
+
+    class Memory:
+        def holds(self, key: OffloadKey) -> bool:
+            return True
+
+        def read(self, key: OffloadKey) -> bytes:
+            reads.append(key)
+            return block
+
+    server = PeerServer("127.0.0.1", 0, b"us", Memory())
+    source, peers = PeerSource("127.0.0.1", server.port), PeerClient(b"us", len(block), 60.0)
+    key = OffloadKey(b"key")
+    with closing(server), ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(4)
+        ]
+        for client in clients:
+            greet(client)
+            client.sendall(10 * zmtp_frame(encode(PeerFetch(b"us", [key] * 40))))
+        while len(reads) < 64:
+            assert peers.find(source, [key]).keys, "questions are answered"
+        if leaves:
+            while all(peers._exchange(source, PeerFetch(b"us", [key]), 60.0, 1)):
+                pass
+            with pytest.raises(TransferError, match="evicted"):
+                peers.fetch(source, [key])
+            assert len(reads) < 400
+            for client in clients:
+                client.close()
+        while not all(peers._exchange(source, PeerFetch(b"us", [key] * 64), 60.0, 64)):
+            pass
+
+
+def greet(client: socket.socket) -> None:
+    """Shake hands by ZMTP 3.1, without security, as a DEALER."""
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    client.sendall(b"\xff" + bytes(8) + b"\x7f")
+    client.recv(10, socket.MSG_WAITALL)
+    client.sendall(b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+    client.recv(54, socket.MSG_WAITALL)
+    client.sendall(bytes([4, len(ready)]) + ready)
+
+
+def zmtp_frame(body: bytes) -> bytes:
+    """A whole message."""
+    return bytes([2]) + len(body).to_bytes(8, "big") + body
 
 
 @pytest.mark.parametrize("key", [b"", b"abc", b"\xff" * 36])
@@ -280,12 +340,17 @@ def test_a_fetch_of_what_is_no_key_gets_nothing(start: Start, key: bytes) -> Non
     """Also from an engine of equal weights: the server goes on for all others."""
     holder, puller = start(), start(False)
     holder.serve("a", PROMPT)
-    with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
-        socket.send(encode(PeerFetch(holder.spec.peers._identity, [key])))
-        assert socket.poll(10_000)
-        assert socket.recv_multipart() == [b""]
+    nothing = PeerFetch(holder.spec.peers._identity, [])
+    dealer: Socket
+    with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
+        dealer.send(encode(nothing))
+        assert dealer.poll(10_000)
+        assert dealer.recv_multipart() == [b""]
+        dealer.send(encode(PeerFetch(holder.spec.peers._identity, [key])))
+        assert dealer.poll(10_000)
+        assert dealer.recv_multipart() == [b""]
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
 
 
