@@ -5,6 +5,7 @@ tier of one's own, and missing ones are computed.
 The files; each imports only what is listed above it:
 
     wire.py      the messages between engines
+    names.py     addresses of peers that are named
     client.py    asks and fetches
     server.py    answers
     manager.py   the blocks that can be pulled for a request, as a tier

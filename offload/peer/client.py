@@ -11,6 +11,7 @@ import zmq
 from kvevents.endpoints import Socket
 from offload.base import OffloadKey
 from offload.errors import TransferError
+from offload.peer.names import PeerNames
 from offload.peer.wire import MOST_FETCHED, PeerFetch, PeerQuestion, encode, unpack_bits
 from offload.request import PeerBlocks, PeerSource
 
@@ -39,6 +40,7 @@ class PeerClient:
         self._answer_s = answer_s
         self._identity = identity
         self._block_bytes = block_bytes
+        self._names = PeerNames()
         self._lock = threading.Lock()
         self._silent_until: dict[PeerSource, float] = {}
         self._unfetched_until: dict[PeerSource, float] = {}
@@ -94,14 +96,16 @@ class PeerClient:
     def _exchange(
         self, source: PeerSource, request: PeerQuestion | PeerFetch, within_s: float, frames: int
     ) -> list[bytes]:
+        by = time.monotonic() + within_s
+        endpoint = self._names.endpoint(source, within_s)
         socket: Socket
         with zmq.Context.instance().socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, max(self._block_bytes, 1 << 16))
-            socket.connect(f"tcp://{source.host}:{source.port}")
+            socket.connect(endpoint)
             socket.send(encode(request))
-            if not socket.poll(within_s * 1000):
+            if not socket.poll(max(by - time.monotonic(), 0) * 1000):
                 raise TransferError(f"peer tier: {source.host}:{source.port} did not answer")
             reply: list[bytes] = socket.recv_multipart()
         if len(reply) != frames:
