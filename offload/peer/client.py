@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ class PeerClient:
 
     FETCH_S = 5.0
     """The longest fetch of `MOST_FETCHED` blocks."""
+    PULL_S = 30.0
+    """The longest pull of one request's blocks: others wait behind it."""
     SILENT_S = 5.0
     """How long a silent peer is neither asked nor fetched from."""
     MOST_SILENT = 1024
@@ -67,14 +70,18 @@ class PeerClient:
             source, frozenset(key for key, is_held in zip(keys, held, strict=True) if is_held)
         )
 
-    def fetch(self, source: PeerSource, keys: Sequence[OffloadKey]) -> list[bytes]:
+    def fetch(
+        self, source: PeerSource, keys: Sequence[OffloadKey], by_s: float = math.inf
+    ) -> list[bytes]:
         """Return the bytes of blocks, in their order.
 
         Args:
             keys: Any number; they are fetched `MOST_FETCHED` at a time.
+            by_s: When the last must be there, by `time.monotonic`.
 
         Raises:
-            TransferError: The peer does not answer, did not lately, or has one of them no longer.
+            TransferError: The peer does not answer in time, did not lately, or has one of them no
+                longer.
         """
         if self._is_left_alone(source, self._unfetched_until):
             raise TransferError(f"peer tier: {source.host}:{source.port} did not answer lately")
@@ -82,8 +89,9 @@ class PeerClient:
         try:
             for first in range(0, len(keys), MOST_FETCHED):
                 some: list[bytes] = [*keys[first : first + MOST_FETCHED]]
+                within_s = max(min(self.FETCH_S, by_s - time.monotonic()), 0.0)
                 found += self._exchange(
-                    source, PeerFetch(self._identity, some), self.FETCH_S, len(some)
+                    source, PeerFetch(self._identity, some), within_s, len(some)
                 )
         except TransferError:
             for silent in (self._silent_until, self._unfetched_until):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,6 +46,8 @@ class _PeerSide(LowerSide):
     def __init__(self, peers: PeerClient, blocks: PeerLoadSpec) -> None:
         self._peers = peers
         self._blocks = blocks
+        self._by_s: float | None = None
+        """When the pull must be over; it begins with its first chunk."""
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
@@ -51,7 +55,10 @@ class _PeerSide(LowerSide):
 
     @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
-        found = self._peers.fetch(self._blocks.source, self._blocks.keys[chunk.lower])
+        if self._by_s is None:
+            self._by_s = time.monotonic() + self._peers.PULL_S
+        keys = self._blocks.keys[chunk.lower]
+        found = self._peers.fetch(self._blocks.source, keys, self._by_s)
         for row, block in zip(buffer.numpy(), found, strict=True):
             if len(block) != len(row):
                 raise TransferError(f"peer tier: a block of {len(block)} bytes is not {len(row)}")

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from kvroute_engine.core.engine import Engine
 from kvroute_engine.core.requests import EngineRequest, SamplingParams
 from offload.base import OffloadKey
 from offload.errors import CacheConfigError, EngineRequestError, TransferError
+from offload.peer import client, worker
 from offload.peer.client import PeerClient
 from offload.peer.manager import PeerManager
 from offload.peer.server import PeerServer
@@ -232,6 +234,37 @@ def test_only_the_first_of_many_pulls_waits_for_a_peer_that_died_since(
     assert puller.spec.peers.is_silent(waited[0])
 
 
+def test_a_peer_that_answers_slowly_again_and_again_holds_up_others_for_a_while_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fetch in time, and all of them minutes: it would be computed sooner."""
+    holder, puller = start(), start(False)
+    expected, _ = holder.serve("a", PROMPT)
+    request = puller.ask("b", PROMPT, holder.address)
+    monkeypatch.setattr(client, "MOST_FETCHED", 1)
+    fetched: list[float] = []
+    now = [0.0]
+    exchange = PeerClient._exchange
+
+    def slowly(
+        self: PeerClient, source: PeerSource, asked: Any, within_s: float, frames: int
+    ) -> list[bytes]:
+        fetched.append(within_s)
+        if within_s < 4.0:
+            raise TransferError("did not answer")
+        now[0] += 4.0
+        return exchange(self, source, asked, 60.0, frames)
+
+    monkeypatch.setattr(PeerClient, "FETCH_S", 5.0)
+    monkeypatch.setattr(PeerClient, "_exchange", slowly)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(client, "time", clock)
+    monkeypatch.setattr(worker, "time", clock)
+    assert puller.finish(request)[0] == expected
+    assert puller.pulls.statistics().failed_pulls == 1
+    assert fetched == [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 2.0]
+
+
 def test_a_silent_peer_is_not_asked_for_a_while(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,9 +336,9 @@ def test_what_clients_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch, le
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             for _ in range(4)
         ]
-        for client in clients:
-            greet(client)
-            client.sendall(10 * zmtp_frame(encode(PeerFetch(b"us", [key] * 40))))
+        for each in clients:
+            greet(each)
+            each.sendall(10 * zmtp_frame(encode(PeerFetch(b"us", [key] * 40))))
         while len(reads) < 64:
             assert peers.find(source, [key]).keys, "questions are answered"
         if leaves:
@@ -314,20 +347,20 @@ def test_what_clients_do_not_take_is_bounded(monkeypatch: pytest.MonkeyPatch, le
             with pytest.raises(TransferError, match="evicted"):
                 peers.fetch(source, [key])
             assert len(reads) < 400
-            for client in clients:
-                client.close()
+            for each in clients:
+                each.close()
         while not all(peers._exchange(source, PeerFetch(b"us", [key] * 64), 60.0, 64)):
             pass
 
 
-def greet(client: socket.socket) -> None:
+def greet(connection: socket.socket) -> None:
     """Shake hands by ZMTP 3.1, without security, as a DEALER."""
     ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
-    client.sendall(b"\xff" + bytes(8) + b"\x7f")
-    client.recv(10, socket.MSG_WAITALL)
-    client.sendall(b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
-    client.recv(54, socket.MSG_WAITALL)
-    client.sendall(bytes([4, len(ready)]) + ready)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f")
+    connection.recv(10, socket.MSG_WAITALL)
+    connection.sendall(b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+    connection.recv(54, socket.MSG_WAITALL)
+    connection.sendall(bytes([4, len(ready)]) + ready)
 
 
 def zmtp_frame(body: bytes) -> bytes:
