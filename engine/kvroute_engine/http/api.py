@@ -62,8 +62,9 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PRIORITY_HEADER = "x-vllm-priority"
 _MAX_PRIORITY_CHARS = 64
 _MAX_REQUEST_ID_CHARS = 128
-_INLINE_CHARS = 16_384
-"""Longest text tokenised on the event loop, which takes milliseconds; longer ones use a thread."""
+_INLINE_SIZE = 16_384
+"""Longest text, body of a chat in bytes, or number of tokens that the event loop itself turns into
+the other, which takes milliseconds; longer ones use a thread."""
 
 Result = TypeVar("Result")
 
@@ -170,9 +171,10 @@ class _Api:
         return await self._generate(request, body, response, engine_requests)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request, ChatBody)
+        raw = await self._raw_body(request)
+        body = decode(raw, ChatBody)
         self._check(body)
-        ids = self._cut(await self._chat_ids(conversation(body)), body)
+        ids = self._cut(await self._chat_ids(conversation(body), len(raw)), body)
         if not ids:
             raise InvalidRequest("truncate_prompt_tokens", "0", "must leave at least one token")
         requested = (
@@ -289,26 +291,32 @@ class _Api:
         most = max((self._model.max_model_len - 1 if limit < 0 else limit) - taken, 0)
         return ids[:most] if body.truncation_side == "right" else ids[max(len(ids) - most, 0) :]
 
-    async def _chat_ids(self, chat: Chat) -> list[int]:
-        size = sum(len(str(message.get("content"))) for message in chat.messages)
-        return await _maybe_in_thread(size, lambda: self._tokenizer.encode_chat(chat))
+    async def _chat_ids(self, chat: Chat, body_bytes: int) -> list[int]:
+        return await _maybe_in_thread(body_bytes, lambda: self._tokenizer.encode_chat(chat))
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode_tokenize(await self._raw_body(request))
+        raw = await self._raw_body(request)
+        body = decode_tokenize(raw)
         self._check_model(body.model)
         if isinstance(body, TokenizeChatBody):
-            ids = await self._chat_ids(conversation(body))
+            ids = await self._chat_ids(conversation(body), len(raw))
         else:
             text, special = body.prompt, body.add_special_tokens
             ids = await _maybe_in_thread(len(text), lambda: self._tokenizer.encode(text, special))
-        texts = self._tokenizer.token_texts(ids) if body.return_token_strs else None
+        texts = (
+            await _maybe_in_thread(len(ids), lambda: self._tokenizer.token_texts(ids))
+            if body.return_token_strs
+            else None
+        )
         return json_response(TokenizeResponse(len(ids), self._model.max_model_len, ids, texts))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
         self._check_model(body.model)
         check_token_ids(body.tokens, self._model.vocab_size, "tokens")
-        text = self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await _maybe_in_thread(
+            len(body.tokens), lambda: self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
         return json_response(DetokenizeResponse(text))
 
     # --- for routers and operators ----------------------------------------------------------------
@@ -397,5 +405,5 @@ def _response_id(prefix: str, request: Request) -> str:
     return f"{prefix}-{own if is_usable else uuid.uuid4().hex}"
 
 
-async def _maybe_in_thread(chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    return encode() if chars <= _INLINE_CHARS else await asyncio.to_thread(encode)
+async def _maybe_in_thread(size: int, convert: Callable[[], Result]) -> Result:
+    return convert() if size <= _INLINE_SIZE else await asyncio.to_thread(convert)

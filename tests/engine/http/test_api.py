@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 from random import Random
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from kvroute_engine.core.batch import SequenceChunk
 from kvroute_engine.core.serving_order import SchedulingPolicy
+from kvroute_engine.http.chat import Chat
 from kvroute_engine.http.schemas import MAX_PROMPTS, MAX_STOPS
+from kvroute_engine.http.tokenizer import ByteTokenizer
 from tests.engine.http.served import ADAPTER, MODEL, ScriptedRunner, Served, serving
 from tests.support.hostile import SENTINEL, mutated_body
 from tests.support.http_client import Answer, connect
@@ -643,6 +646,50 @@ async def test_a_draining_engine_responds_503_with_retry_after(engine: Served) -
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS))
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert error_of(answer)["type"] == "ServiceUnavailableError"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 20_000, "truncate_prompt_tokens": 10}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}]}),
+        (CHAT, {"tools": [{"a": "a" * 20_000}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["a" * 20_000]}]}),
+        ("/tokenize", {"prompt": "a" * 20_000, "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user"}], "tools": [{"a": "a" * 20_000}]}),
+        ("/detokenize", {"tokens": [97] * 20_000}),
+    ],
+)
+async def test_what_is_long_holds_up_no_other_client(path: str, fields: dict[str, Any]) -> None:
+    """32 MiB of tokens take seconds; all streams and probes of the engine share one thread."""
+    tokenizer = WatchedTokenizer()
+    short: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
+    if path == CHAT:
+        fields = {"truncate_prompt_tokens": 10, "max_tokens": 2, **fields}
+    async with serving("hello", tokenizer) as served:
+        answer = await served.post(path, {"model": MODEL, **short, **fields})
+        assert answer.status == 200
+        assert tokenizer.threads
+        assert threading.get_ident() not in tokenizer.threads
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Keeps the threads that it works in."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, add_special_tokens)
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode_chat(chat)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        self.threads.add(threading.get_ident())
+        return super().decode(token_ids, skip_special_tokens)
 
 
 async def test_hostile_bodies_get_a_response_that_never_quotes_them(
