@@ -69,6 +69,10 @@ class ChatPrompt:
     truncation: Truncation | None = None
     pieces: Sequence[ChatPiece] | None = field(default=None, repr=False)
     """The texts of the messages, where the client's form has parts that *messages* has not."""
+    sent: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The fields that engines read in different ways, as the client sent them."""
+    is_sglang: bool = False
+    """True if all else is as SGLang reads it, which is asked for token ids with *sent*."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,15 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         most = max(model_length - FORMS[self.endpoint].generates, 0)
         prompts = tuple(_cut_to(prompt, most) for prompt in self.prompts)
         return msgspec.structs.replace(self, prompts=prompts)
+
+    @property
+    def may_differ_at_sglang(self) -> bool:
+        """Return whether SGLang may read it in another way than vLLM."""
+        return any(
+            isinstance(prompt, TextPrompt | ChatPrompt)
+            or (isinstance(prompt, TokenPrompt) and prompt.truncation is not None)
+            for prompt in self.prompts
+        )
 
     def __repr__(self) -> str:
         # Prompts, salts and sessions stay out of logs.

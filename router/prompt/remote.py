@@ -176,6 +176,8 @@ def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
     if has_media(prompt.messages):
         # The replica would fetch and decode every image once more, only to count its tokens.
         raise UntokenizableError("media")
+    if prompt.is_sglang and prompt.sent is not None:
+        return dict(prompt.sent)
     arguments = dict(prompt.template_arguments)
     if prompt.documents is not None:
         # The endpoint has no field for them, but its template arguments take them.

@@ -19,6 +19,7 @@ from router.index.prompt import HashedPrompt
 from router.policies.types import Candidate, RouteRequest
 from router.prompt.body.decoding import holds_mostly_ids
 from router.prompt.body.requests import read_model, read_request
+from router.prompt.body.sglang_request import as_sglang_reads
 from router.prompt.body.splicing import with_model
 from router.prompt.endpoints import FORMS, Encoding, Endpoint
 from router.prompt.errors import ProcessEndedError
@@ -207,6 +208,8 @@ class Dispatcher:
         for adapter in (lora_name if target is None else None, *spec.adapters):
             _check_adapter(terms, adapter, named)
         self._look_for_ends(model, lora_name, spec)
+        if spec.may_differ_at_sglang and self._is_served_by_sglang(model, lora_name):
+            spec = as_sglang_reads(spec)
         if spec.is_cut_to_model:
             length = common_length(self.serving(model, lora_name).able.values(), spec.model)
             spec = spec if length is None else spec.cut_to(length)
@@ -230,6 +233,11 @@ class Dispatcher:
             return
         serving = self.serving(model, lora_name).able.values()
         tokenization.finds_ends = any(hint_form(model, replica) for replica in serving)
+
+    def _is_served_by_sglang(self, model: Model, lora_name: str | None) -> bool:
+        """Return whether no other engine takes requests for a model."""
+        able = self.serving(model, lora_name).able.values()
+        return bool(able) and all(replica.is_of("sglang") for replica in able)
 
     def _is_served(self, name: str) -> bool:
         """Return whether some replica can take requests for a model."""

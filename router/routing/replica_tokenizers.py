@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from async_timeout import timeout
@@ -28,6 +29,7 @@ from router.fleet.registry import ReplicaRegistry
 from router.fleet.replica import Replica
 from router.fleet.types import ReplicaState
 from router.prompt.body.requests import read_model
+from router.prompt.body.sglang_request import as_sglang_chat
 from router.prompt.body.splicing import with_model
 from router.prompt.errors import ReplicaAnswerError, UntokenizableError
 from router.prompt.local.tokenizer import LocalTokenizer
@@ -164,14 +166,19 @@ _TURNS = [
     _USER,
 ]
 
+
+def _chat(messages: list[dict[str, str]], **fields: Any) -> ChatPrompt:
+    return ChatPrompt(messages, **fields, sent={"messages": messages, **fields})
+
+
 _PROBES: dict[str, TextPrompt | ChatPrompt] = {
     "text": TextPrompt(_TEXT),
     # Where SentencePiece models differ by the age of the library that converted them.
     "text after a blank": TextPrompt("  " + _TEXT),
     "text without special tokens": TextPrompt(_TEXT, add_special_tokens=False),
-    "one message": ChatPrompt([_USER]),
-    "several turns": ChatPrompt(_TURNS),
-    "tools": ChatPrompt([_USER], tools=[_TOOL]),
+    "one message": _chat([_USER]),
+    "several turns": _chat(_TURNS),
+    "tools": _chat([_USER], tools=[_TOOL]),
 }
 
 
@@ -222,7 +229,9 @@ class TokenizerCheck:
 
         served = replica.served.models[0] if replica.served.models else model
         try:
-            found = await find_disagreements(local, RemoteTokenizer(fetch), served)
+            found = await find_disagreements(
+                local, RemoteTokenizer(fetch), served, is_sglang=replica.is_of("sglang")
+            )
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError) as error:
             logger.info(
                 "replica %s: its tokenizer could not be compared (%s)",
@@ -242,7 +251,11 @@ class TokenizerCheck:
 
 
 async def find_disagreements(
-    local: LocalTokenizer, remote: RemoteTokenizer, model: str | None
+    local: LocalTokenizer,
+    remote: RemoteTokenizer,
+    model: str | None,
+    *,
+    is_sglang: bool = False,
 ) -> list[str]:
     """Tokenise the probes on both sides; return the names of those that come out differently.
 
@@ -250,12 +263,16 @@ async def find_disagreements(
 
     Args:
         model: The model's name at the replica; None asks for its default.
+        is_sglang: True to write chats as SGLang does.
     Raises:
         ReplicaAnswerError: The replica refused, or its response makes no sense.
         OSError: The replica did not respond; asyncio.TimeoutError likewise.
     """
     found: list[str] = []
-    for name, prompt in _PROBES.items():
+    for name, probe in _PROBES.items():
+        prompt = probe
+        if is_sglang and isinstance(probe, ChatPrompt):
+            prompt = as_sglang_chat(probe)
         try:
             here = local.finish(local.prepare(prompt, None))
             there = await remote.tokenize(prompt, model=model, cache_salt=None)

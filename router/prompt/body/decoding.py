@@ -44,7 +44,7 @@ FIELD_NAMES = (
     *("truncate_prompt_tokens", "truncation_side", "add_special_tokens", "lora_path"),
     *(ARGUMENTS_FIELD, "metadata", *SESSION_FIELDS),
     *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
-    *("add_generation_prompt", "continue_final_message"),
+    *("add_generation_prompt", "continue_final_message", "tool_choice", "input_ids"),
     *(SAMPLING_FIELD, TRANSFER_FIELD, PRIORITY_FIELD, RETENTION_FIELD),
     *chain.from_iterable(form.fields for form in FORMS.values()),
 )

@@ -14,6 +14,7 @@ from router.prompt.body.json_fields import (
     optional_object,
     optional_text,
 )
+from router.prompt.body.sglang_request import SENT_CHAT
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import chat_tools, responses_tools
 from router.prompt.errors import describe
@@ -47,6 +48,7 @@ def parse_chat(
         continue_final_message=is_true(fields.get("continue_final_message", False)),
         add_special_tokens=is_true(fields.get("add_special_tokens", False)),
         truncation=truncation,
+        sent={name: fields[name] for name in SENT_CHAT if name in fields},
     )
 
 

@@ -2,8 +2,9 @@
 
 The files; each imports only what is listed above it:
 
-    conversation.py   messages in the form that templates get
-    bounded_jinja.py  Jinja's sandbox with a bound on the work of one rendering
-    template.py       one chat template in its sandbox; the form of content it expects
-    renderer.py       a model's templates: chat -> text
+    conversation.py         messages in the form that templates get
+    sglang_conversation.py  the same as SGLang has it
+    bounded_jinja.py        Jinja's sandbox with a bound on the work of one rendering
+    template.py             one chat template in its sandbox; the form of content it expects
+    renderer.py             a model's templates: chat -> text
 """

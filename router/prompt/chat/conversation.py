@@ -43,7 +43,7 @@ _KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether any part of any message is an image, audio or video."""
     contents = [message.get("content") for message in messages]
-    return any(any(map(_is_medium, content)) for content in contents if isinstance(content, list))
+    return any(any(map(is_medium, content)) for content in contents if isinstance(content, list))
 
 
 def normalise(
@@ -95,7 +95,7 @@ def _kind(part: Mapping[str, Any]) -> str:
     return part.get("type") or "text"
 
 
-def _is_medium(part: _Part) -> bool:
+def is_medium(part: _Part) -> bool:
     return isinstance(part, dict) and (
         _kind(part) not in _TEXT_FIELDS or not _MEDIA_FIELDS.isdisjoint(part)
     )
@@ -111,8 +111,8 @@ def _text(part: _Part) -> str | None:
 
 def _as_string(parts: Sequence[_Part], media_mark: str | None) -> str:
     """Join texts by newlines; the engine writes the placeholders of media before them all."""
-    texts = [text for part in parts if not _is_medium(part) and (text := _text(part)) is not None]
-    if media_mark is not None and any(_is_medium(part) for part in parts):
+    texts = [text for part in parts if not is_medium(part) and (text := _text(part)) is not None]
+    if media_mark is not None and any(is_medium(part) for part in parts):
         texts.insert(0, media_mark)
     return "\n".join(texts)
 
@@ -123,10 +123,10 @@ def _as_parts(parts: Sequence[_Part], media_mark: str | None) -> list[_Message]:
 
 def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
     """Return a part in the `openai` form; None for an empty one."""
-    if _is_medium(part):
+    if is_medium(part):
         assert not isinstance(part, str)
         return (
-            {"type": _modality(_kind(part))}
+            {"type": modality(_kind(part))}
             if media_mark is None
             else {"type": "text", "text": media_mark}
         )
@@ -139,8 +139,8 @@ def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
     return {"type": "text", "text": text, **extra}
 
 
-def _modality(kind: str) -> str:
-    return next((modality for modality in ("image", "audio", "video") if modality in kind), "image")
+def modality(kind: str) -> str:
+    return next((each for each in ("image", "audio", "video") if each in kind), "image")
 
 
 def _without_billing_header(parts: Sequence[_Part]) -> list[_Part]:
@@ -178,10 +178,13 @@ def _assistant_fields(message: Mapping[str, Any]) -> _Message:
 
 def _call(call: Mapping[str, Any]) -> _Message:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {
+        **call,
+        "function": {**function, "arguments": parsed_arguments(function.get("arguments"))},
+    }
 
 
-def _arguments(arguments: object) -> dict[str, Any]:
+def parsed_arguments(arguments: object) -> dict[str, Any]:
     """Return the arguments of a call as templates want them: an object, empty if none are given."""
     if isinstance(arguments, str) and arguments:
         try:

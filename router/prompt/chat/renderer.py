@@ -13,6 +13,7 @@ from router.prompt.chat.conversation import (
     normalise,
     without_developer_role,
 )
+from router.prompt.chat.sglang_conversation import as_sglang
 from router.prompt.chat.template import ChatTemplate
 from router.prompt.errors import UntokenizableError
 from router.prompt.model_files import ModelFiles
@@ -90,12 +91,16 @@ class ChatRenderer:
         if _TEMPLATE in prompt.template_arguments:
             # As in the field of that name: a client's template is never run here.
             raise UntokenizableError("request_chat_template")
+        if prompt.is_sglang and prompt.continue_final_message:
+            # SGLang adds the ids of the open message to those of the rest.
+            raise UntokenizableError("engine_renders_itself")
         template = self._choose(has_tools=prompt.tools is not None)
         if not has_media(prompt.messages):
             return RenderedChat(self._render(template, prompt, None))
         # Up to the first medium the engine's text is what two renderings have in common that differ
         # only there.
-        first = self._render(template, prompt, _MARKS[0] if template.form == "string" else None)
+        form = template.sglang_form if prompt.is_sglang else template.form
+        first = self._render(template, prompt, _MARKS[0] if form == "string" else None)
         second = self._render(template, prompt, _MARKS[1])
         return RenderedChat(_common_prefix(first, second), is_prefix=True)
 
@@ -110,6 +115,9 @@ class ChatRenderer:
 
     def _render(self, template: ChatTemplate, prompt: ChatPrompt, media_mark: str | None) -> str:
         messages: Sequence[Mapping[str, Any]]
+        if prompt.is_sglang:
+            messages = as_sglang(self._arranged(prompt), template.sglang_form, media_mark)
+            return template.render({**self._context(prompt), "messages": messages})
         messages = normalise(self._arranged(prompt), template.form, media_mark)
         if not template.knows_developer_role and any(
             message["role"] == "developer" for message in messages
@@ -126,7 +134,7 @@ class ChatRenderer:
             and not self._takes_inline_system
             and any(message["role"] == "system" for message in prompt.messages[1:])
         ):
-            return merge_system_messages(prompt.messages, "")
+            return merge_system_messages(prompt.messages, "\n" if prompt.is_sglang else "")
         return prompt.messages
 
     def _tries_without_thinking(self) -> bool:

@@ -118,6 +118,8 @@ class ChatTemplate:
         self._mentions_content = "content" in source
         self.form: ContentForm = content_form(tree)
         """The form of content that it expects."""
+        self.sglang_form = sglang_content_form(source, tree)
+        """The same as SGLang sees it."""
         self.knows_developer_role = '"developer"' in source or "'developer'" in source
         """True if it accepts developer messages."""
         try:
@@ -232,6 +234,19 @@ def content_form(tree: nodes.Template) -> ContentForm:
         return "openai"
     if any(
         _loops_over_content_argument(macro, tree, messages) for macro in tree.find_all(nodes.Macro)
+    ):
+        return "openai"
+    return "string"
+
+
+_OF_MEDIA = ("image", "audio", "video", "vision")
+
+
+def sglang_content_form(source: str, tree: nodes.Template) -> ContentForm:
+    """Return the same as SGLang decides it: by a word for a medium anywhere in the template, or a
+    loop over the content of a variable that is called as messages mostly are."""
+    if any(word in source for word in _OF_MEDIA) or any(
+        _is_content_of(loop.iter, {"message", "msg", "m"}) for loop in tree.find_all(nodes.For)
     ):
         return "openai"
     return "string"

@@ -26,6 +26,7 @@ from router.index.base import SourceId
 from router.policies import make_policy
 from router.prompt.endpoints import Endpoint
 from router.prompt.processes import LargeWork
+from router.prompt.prompts import ChatPrompt
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import Known, RoutePlanner
@@ -509,3 +510,17 @@ async def test_a_body_that_cannot_be_read_is_a_bad_request(setting: Setting) -> 
     for endpoint in (Endpoint.COMPLETIONS, None):
         with pytest.raises(BadRequest, match=r"^\$"):
             await setting.dispatcher.dispatch(endpoint, b"[]")
+
+
+async def test_a_prompt_is_read_as_the_only_engine_of_its_model_reads_it(setting: Setting) -> None:
+    """SGLang makes another text of a chat than vLLM; of a mixed fleet's, one of the two."""
+    _takes(setting.add("r0"), 100, "sglang")
+    tool = b'{"type": "function", "function": {"description": "d", "name": "f"}}'
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [%b]}' % tool
+    for other, is_sglang in ((None, True), ("sglang", True), ("vllm", False)):
+        if other is not None:
+            _takes(setting.add(f"r{len(setting.registry.replicas())}"), 100, other)
+        (prompt,) = setting.dispatcher.read(Endpoint.CHAT, body).spec.prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.tools is not None
+        assert (prompt.is_sglang, "defer_loading" in prompt.tools[0]) == (is_sglang, is_sglang)
