@@ -5,6 +5,7 @@ The files; each imports only what is listed above it:
     json_fields.py         reading parsed JSON, errors with place and rule
     tools.py               tool definitions in the form that templates get
     template_arguments.py  the variables that a request adds to its chat template
+    sglang_messages.py     the chat that SGLang makes of /v1/messages
     sglang_request.py      chats as SGLang reads them
     openai_request.py      bodies of a chat completion and of /v1/responses
     anthropic_request.py   body of /v1/messages

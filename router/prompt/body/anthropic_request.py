@@ -10,6 +10,7 @@ from typing import Any
 
 from router.errors import BadRequest
 from router.prompt.body.json_fields import object_list, optional_object
+from router.prompt.body.sglang_messages import SENT_MESSAGES
 from router.prompt.body.template_arguments import template_arguments
 from router.prompt.body.tools import anthropic_tools
 from router.prompt.endpoints import BILLING_HEADER
@@ -44,6 +45,7 @@ def parse_messages(
         least_thinking=template_arguments(fields, "low") if is_off else None,
         merge_inline_system=True,
         truncation=truncation,
+        sent={name: fields[name] for name in SENT_MESSAGES if name in fields},
         pieces=_pieces([fields.get("system"), *(message.get("content") for message in given)]),
     )
 

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 
 from router.prompt.body.json_fields import is_true
+from router.prompt.body.sglang_messages import chat_of
+from router.prompt.endpoints import Endpoint
 from router.prompt.limits import MAX_PROMPT_TOKENS
 from router.prompt.prompts import (
     ChatPrompt,
@@ -39,7 +41,15 @@ _MAY_BE_NULL = ("description", "parameters")
 
 def as_sglang_reads(spec: PromptSpec) -> PromptSpec:
     """Return a request with the prompts that SGLang makes of it."""
-    return msgspec.structs.replace(spec, prompts=tuple(map(_prompt, spec.prompts)))
+    of_chats = map(_as_chat, spec.prompts) if spec.endpoint is Endpoint.MESSAGES else spec.prompts
+    return msgspec.structs.replace(spec, prompts=tuple(map(_prompt, of_chats)))
+
+
+def _as_chat(prompt: Prompt) -> Prompt:
+    """Return a prompt of `/v1/messages` with the fields of the chat that SGLang makes of it."""
+    if not isinstance(prompt, ChatPrompt) or prompt.sent is None:
+        return prompt
+    return replace(prompt, sent=chat_of(prompt.sent))
 
 
 def _prompt(prompt: Prompt) -> Prompt:
@@ -72,6 +82,8 @@ def as_sglang_chat(prompt: ChatPrompt) -> ChatPrompt:
         tools=_tools(sent.get("tools"), sent.get("tool_choice")),
         template_arguments=_template_arguments(sent),
         continue_final_message=is_true(sent.get("continue_final_message", False)),
+        merge_inline_system=prompt.merge_inline_system,
+        pieces=prompt.pieces,
         sent={name: value for name, value in sent.items() if name != _IDS and value is not None},
         is_sglang=True,
     )
