@@ -24,8 +24,8 @@ from router.prompt.prompts import ChatPrompt
 _RENDERED_BY_CODE = frozenset(
     ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
 )
-# This one too; here even the engine's `/tokenize` follows the template and returns other ids than
-# chats have.
+# This one too, and before 0.33 the engine's `/tokenize` follows the template all the same and
+# returns other ids than chats have. SGLang writes its chats with the template.
 _HARMONY = "gpt_oss"
 
 # Private characters that stand where a medium was, so that two renderings part just there.
@@ -86,7 +86,7 @@ class ChatRenderer:
             UntokenizableError: The model has no template, the engine does not use it, or it refused
                 the conversation; or the client brings its own.
         """
-        if self._obstacle is not None:
+        if self._obstacle is not None and not (prompt.is_sglang and self._obstacle == "harmony"):
             raise UntokenizableError(self._obstacle)
         if _TEMPLATE in prompt.template_arguments:
             # As in the field of that name: a client's template is never run here.

@@ -145,6 +145,21 @@ def test_an_effort_switches_thinking(fields: dict[str, Any], thinking: bool | No
     assert json.loads(found)[0] is thinking
 
 
+def test_a_template_is_used_that_vllm_does_without() -> None:
+    """Else no chat with gpt-oss is found where SGLang serves it; others it writes by code, too."""
+    prompt = _prompt({"messages": [_USER]})
+    assert isinstance(prompt, ChatPrompt)
+    templates = {"default": _PLAIN}
+    for model_type, reason in (("gpt_oss", None), ("kimi_k3", "engine_renders_itself")):
+        files = ModelFiles("test", b"", chat_templates=templates, model_type=model_type)
+        found = None
+        try:
+            assert ChatRenderer(files).render(prompt).text == "<user>hi<assistant>"
+        except UntokenizableError as error:
+            found = error.reason
+        assert found == reason
+
+
 def test_media_end_what_is_certain() -> None:
     """As with vLLM: up to there the prompt is known."""
     image = {"type": "image_url", "image_url": {"url": "x"}}
