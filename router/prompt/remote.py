@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -39,6 +40,8 @@ _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
 _MAX_BYTES_PER_TOKEN = 12
 _MAX_OTHER_BYTES = 65_536
 
+_ZONES_APART_S = 900
+"""Time zones differ by multiples of it."""
 _INLINE_ANSWER_BYTES = 262_144
 _STEP_CHARS = 1_048_576
 _RESPONSES_TEXTS = ("input_text", "output_text")
@@ -63,15 +66,18 @@ class RemoteTokenizer:
         *,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         large_work: LargeWork | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Send nothing yet.
 
         Args:
             cache_bytes: Room for whole prompts; 0 caches nothing.
             large_work: Reads large responses; None reads them here.
+            clock: The time of day, in seconds since 1970.
         """
         self._fetch = fetch
         self._large_work = large_work
+        self._clock = clock
         self._cache = SegmentCache(cache_bytes)
 
     async def tokenize(
@@ -99,7 +105,9 @@ class RemoteTokenizer:
             body, digest = await asyncio.to_thread(_request_body, prompt, model)
         else:
             body, digest = _request_body(prompt, model)
-        ids = await self._ask(body, (cache_salt, digest))
+        # A template may write the date, and midnight is where the replica is.
+        day = str(self._clock() // _ZONES_APART_S) if isinstance(prompt, ChatPrompt) else ""
+        ids = await self._ask(body, (cache_salt, digest + day))
         truncation = prompt.truncation
         if truncation is None or not truncation.cuts(len(ids)):
             return ids
@@ -108,7 +116,7 @@ class RemoteTokenizer:
         # The text gives way, and the special tokens stay: which of the ids those are, shows what
         # the replica makes of the same text without them.
         body, digest = _request_body(replace(prompt, add_special_tokens=False), model)
-        ends = ends_of(ids, await self._ask(body, (cache_salt, digest)))
+        ends = ends_of(ids, await self._ask(body, (cache_salt, digest + day)))
         if ends is None:
             raise UntokenizableError("truncation")
         return truncate(ids, truncation, ends)

@@ -323,6 +323,18 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
     assert len(replica.bodies) == 2
 
 
+async def test_an_answer_to_a_chat_holds_until_its_date_may_be_another(replica: _Replica) -> None:
+    """Templates write the date at the very start of a prompt, and gpt-oss's chats have it."""
+    now = [0.0]
+    remote = RemoteTokenizer(replica.fetch, clock=lambda: now[0])
+    chat = ChatPrompt([{"role": "user", "content": "hello"}])
+    for time_s, asked in ((899.0, 1), (900.0, 2), (901.0, 2)):
+        await remote.tokenize(chat, model="m", cache_salt=None)
+        now[0] = time_s
+        await remote.tokenize(chat, model="m", cache_salt=None)
+        assert len(replica.bodies) == asked
+
+
 @pytest.mark.parametrize(
     "answer",
     [
