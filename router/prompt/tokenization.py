@@ -18,6 +18,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 from kvevents.field_docs import counter
 from kvevents.threads import begun_pool
+from router.prompt.endpoints import Endpoint
 from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.prompt.prompts import (
@@ -97,6 +98,8 @@ class Tokenization:
         self.finds_ends = False
         """True to look for the ends of messages, which takes some time; set it where engines get
         hints to keep them."""
+        self.asks_harmony: Callable[[], bool] = lambda: False
+        """Tells whether all replicas return the ids of gpt-oss's chats as vLLM makes them."""
         self._prompts: Counter[Coverage] = Counter()
         self._unknown: Counter[str] = Counter()
 
@@ -221,7 +224,9 @@ class Tokenization:
         prompt = spec.prompts[number]
         if not isinstance(outcome, UntokenizableError) or self._remote is None:
             return outcome
-        if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:
+        if not isinstance(prompt, (TextPrompt, ChatPrompt)):
+            return outcome
+        if outcome.reason in _FINAL_REASONS and not self._asks_all_the_same(spec, prompt, outcome):
             return outcome
         try:
             ids = await self._remote.tokenize(
@@ -237,6 +242,21 @@ class Tokenization:
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError):
             return UntokenizableError("replica_failed")
         return ids, Coverage.WHOLE, NO_ENDS
+
+    def _asks_all_the_same(
+        self, spec: PromptSpec, prompt: TextPrompt | ChatPrompt, outcome: UntokenizableError
+    ) -> bool:
+        """Return whether replicas know the ids of a chat in harmony format: vLLM's do from 0.33 on,
+        but not with an effort, which their `/tokenize` has no field for, nor what `/v1/responses`
+        makes of it. Such a chat is never cut."""
+        return (
+            outcome.reason == "harmony"
+            and isinstance(prompt, ChatPrompt)
+            and spec.endpoint is not Endpoint.RESPONSES
+            and prompt.truncation is None
+            and "reasoning_effort" not in prompt.template_arguments
+            and self.asks_harmony()
+        )
 
     def _result(
         self, outcome: _Outcome, lora_name: str | None, cache_salt: str | None

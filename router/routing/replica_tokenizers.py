@@ -203,9 +203,13 @@ class TokenizerCheck:
         self._running: set[asyncio.Task[None]] = set()
         self.disagreements: dict[tuple[str, str], int] = {}
         """(model, replica) -> probes tokenised differently; absent where that is not known."""
+        self._writes_harmony: dict[tuple[str, str], bool] = {}
+        """(model, replica) -> whether that is proved, of gpt-oss's replicas."""
 
     def start(self, replica: Replica, model: str, local: LocalTokenizer) -> None:
         """Check in the background whether a replica tokenises as the router does."""
+        if local.is_harmony:
+            self._writes_harmony[model, replica.id] = False
         task = asyncio.get_running_loop().create_task(
             self._check(replica, model, local), name=f"tokenizer {replica.id}"
         )
@@ -216,6 +220,14 @@ class TokenizerCheck:
         self.disagreements = {
             key: count for key, count in self.disagreements.items() if key[1] != replica_id
         }
+        for key in [key for key in self._writes_harmony if key[1] == replica_id]:
+            del self._writes_harmony[key]
+
+    def all_write_harmony(self, model: str) -> bool:
+        """Return whether all replicas of a model are known to write its chats in harmony format
+        where they are asked for token ids."""
+        known = [proved for key, proved in self._writes_harmony.items() if key[0] == model]
+        return bool(known) and all(known)
 
     async def close(self) -> None:
         for task in self._running:
@@ -228,10 +240,12 @@ class TokenizerCheck:
             return await self._ask(replica, path, body)
 
         served = replica.served.models[0] if replica.served.models else model
+        remote = RemoteTokenizer(fetch)
         try:
             found = await find_disagreements(
-                local, RemoteTokenizer(fetch), served, is_sglang=replica.is_of("sglang")
+                local, remote, served, is_sglang=replica.is_of("sglang")
             )
+            proved = local.is_harmony and await writes_harmony(remote, served)
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError) as error:
             logger.info(
                 "replica %s: its tokenizer could not be compared (%s)",
@@ -240,6 +254,8 @@ class TokenizerCheck:
             )
             return
         self.disagreements[model, replica.id] = len(found)
+        if (model, replica.id) in self._writes_harmony:
+            self._writes_harmony[model, replica.id] = proved
         if found:
             names = ", ".join(found)
             logger.warning(
@@ -281,3 +297,22 @@ async def find_disagreements(
         if here != there:
             found.append(name)
     return found
+
+
+async def writes_harmony(remote: RemoteTokenizer, model: str | None) -> bool:
+    """Return whether a replica writes gpt-oss's chats in harmony format for `/tokenize`, which
+    takes no effort from the template's arguments. Before vLLM 0.33 it uses the template, which
+    does.
+
+    Raises:
+        ReplicaAnswerError: As `find_disagreements`; OSError and asyncio.TimeoutError likewise.
+    """
+    low, high = [
+        await remote.tokenize(
+            ChatPrompt([_USER], template_arguments={"reasoning_effort": effort}),
+            model=model,
+            cache_salt=None,
+        )
+        for effort in ("low", "high")
+    ]
+    return low == high

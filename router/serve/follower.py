@@ -133,9 +133,12 @@ class ReplicaFollower(ReplicaListener):
         model = self._model_of(replica)
         if replica.state is not ReplicaState.HEALTHY or model is None:
             return
-        local = self.models.tokenization_of(model).local
-        if local is not None:
-            self.tokenizer_check.start(replica, model.name, local)
+        tokenization = self.models.tokenization_of(model)
+        if tokenization.local is not None:
+            tokenization.asks_harmony = functools.partial(
+                self.tokenizer_check.all_write_harmony, model.name
+            )
+            self.tokenizer_check.start(replica, model.name, tokenization.local)
 
     def _model_of(self, replica: Replica) -> Model | None:
         return self.models.discover(replica.served.models[0]) if replica.served.models else None

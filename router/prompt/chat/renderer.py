@@ -27,6 +27,7 @@ _RENDERED_BY_CODE = frozenset(
 # This one too, and before 0.33 the engine's `/tokenize` follows the template all the same and
 # returns other ids than chats have. SGLang writes its chats with the template.
 _HARMONY = "gpt_oss"
+_HARMONY_REASON = "harmony"
 
 # Private characters that stand where a medium was, so that two renderings part just there.
 _MARKS = ("\ue000", "\ue001")
@@ -79,6 +80,11 @@ class ChatRenderer:
         )
         self._turns_thinking_off = self._obstacle is not None or self._tries_without_thinking()
 
+    @property
+    def is_harmony(self) -> bool:
+        """Return whether vLLM writes the model's chats in OpenAI's harmony format."""
+        return self._obstacle == _HARMONY_REASON
+
     def render(self, prompt: ChatPrompt) -> RenderedChat:
         """Write *prompt* as text.
 
@@ -86,7 +92,7 @@ class ChatRenderer:
             UntokenizableError: The model has no template, the engine does not use it, or it refused
                 the conversation; or the client brings its own.
         """
-        if self._obstacle is not None and not (prompt.is_sglang and self._obstacle == "harmony"):
+        if self._obstacle is not None and not (prompt.is_sglang and self.is_harmony):
             raise UntokenizableError(self._obstacle)
         if _TEMPLATE in prompt.template_arguments:
             # As in the field of that name: a client's template is never run here.
@@ -183,7 +189,7 @@ def _sources(files: ModelFiles, chat_template: str | None) -> Mapping[str, str]:
 def _obstacle(files: ModelFiles) -> str | None:
     """Return why no template of this model can be trusted; None where it can."""
     if files.model_type == _HARMONY:
-        return "harmony"
+        return _HARMONY_REASON
     if files.model_type in _RENDERED_BY_CODE or files.has_mistral_tokenizer:
         return "engine_renders_itself"
     return None

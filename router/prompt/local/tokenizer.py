@@ -121,6 +121,11 @@ class LocalTokenizer:
             "tokenizers" if self._native is None else "fastokens", self._why_not_native
         )
 
+    @property
+    def is_harmony(self) -> bool:
+        """Return whether vLLM writes the model's chats in OpenAI's harmony format."""
+        return self._renderer.is_harmony
+
     def warm_thread(self) -> None:
         """Warm up a thread: its first text takes longer than all others."""
         if self._native is not None:

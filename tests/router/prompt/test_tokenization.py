@@ -225,6 +225,35 @@ async def test_a_replica_is_asked_where_the_router_has_no_template(
     assert len(replica.bodies) == 1, "text needs no template"
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "asks", "is_asked"),
+    [
+        (Endpoint.CHAT, {}, True, True),
+        (Endpoint.MESSAGES, {}, True, True),
+        (Endpoint.CHAT, {}, False, False),
+        (Endpoint.CHAT, {"reasoning_effort": "high"}, True, False),
+        (Endpoint.CHAT, {"truncate_prompt_tokens": 5}, True, False),
+        (Endpoint.RESPONSES, {"input": "hello"}, True, False),
+    ],
+)
+async def test_replicas_are_asked_for_chats_with_gpt_oss_where_they_know_them(
+    endpoint: Endpoint,
+    fields: dict[str, Any],
+    asks: bool,
+    is_asked: bool,
+    build_tokenizer: _TokenizerOf,
+    local_of: _LocalOf,
+    replica: _Replica,
+) -> None:
+    """VLLM writes them by code; from 0.33 on its `/tokenize` does, too, as far as it has fields."""
+    local = local_of(build_tokenizer("qwen"), model_type="gpt_oss")
+    tokenization = Tokenization(local=local, remote=RemoteTokenizer(replica.fetch))
+    tokenization.asks_harmony = lambda: asks
+    (result,) = await tokenization.tokenize(_spec(endpoint, {**_CHAT, **fields}))
+    assert (result.exact, result.reason) == ((True, None) if is_asked else (False, "harmony"))
+    assert len(replica.bodies) == is_asked
+
+
 async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> None:
     """`/tokenize` has other fields than a chat; what it lacks goes among the template's
     arguments."""

@@ -101,3 +101,26 @@ async def test_a_replica_that_is_gone_is_forgotten(local: LocalTokenizer, tmp_pa
     await result_of(check, local)
     check.forget("r")
     assert check.disagreements == {}
+
+
+@pytest.mark.parametrize("reads_effort", [True, False])
+async def test_replicas_that_write_harmony_are_known(tmp_path: Path, reads_effort: bool) -> None:
+    """Before vLLM 0.33 they return what gpt-oss's template makes of a chat, which is not what they
+    compute: one of them, and none is asked."""
+    trained(tmp_path / "model", "the answer is the answer to the question")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt_oss"}')
+    local = LocalTokenizer(read_model_files(tmp_path / "model"))
+
+    async def ask(_replica: Replica, _path: str, body: bytes) -> tuple[int, bytes]:
+        effort = msgspec.json.decode(body).get("chat_template_kwargs", {}).get("reasoning_effort")
+        return (
+            200,
+            b'{"tokens": [1, 2]}' if effort == "low" and reads_effort else b'{"tokens": [1]}',
+        )
+
+    check = TokenizerCheck(ask)
+    assert not check.all_write_harmony("m")
+    await result_of(check, local)
+    assert check.all_write_harmony("m") is not reads_effort
+    check.forget("r")
+    assert not check.all_write_harmony("m")
