@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -212,6 +212,10 @@ class ModelConfig(Section, frozen=True):
     """A file that replaces the model's own template.
 
     Change it when the engines run with a `--chat-template` of their own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the template that requests may override.
+
+    Change it when the engines run with `--default-chat-template-kwargs`: to the same."""
     lora_adapters: Items[Name] = ()
     """Adapters that requests may name in place of this model; more are discovered where replicas
     list them.

@@ -250,6 +250,7 @@ def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
     return LocalTokenizer(
         read_model_files(Path(config.tokenizer)),
         chat_template=_read_template(config.chat_template),
+        template_arguments=config.chat_template_kwargs,
         use_native=config.tokenizer_library == "auto",
     )
 

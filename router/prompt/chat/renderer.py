@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from router.prompt.chat.conversation import (
@@ -59,6 +60,7 @@ class ChatRenderer:
         files: ModelFiles,
         chat_template: str | None = None,
         now: Callable[[], datetime] = datetime.now,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Compile the templates of *files*.
 
@@ -66,6 +68,8 @@ class ChatRenderer:
             chat_template: Text of a template that replaces the model's (the engine's
                 `--chat-template`).
             now: Clock of templates that write the date.
+            template_arguments: Variables that requests may override (the engine's
+                `--default-chat-template-kwargs`).
         Raises:
             ModelFilesError: A template is not valid Jinja.
         """
@@ -74,6 +78,7 @@ class ChatRenderer:
             for name, source in _sources(files, chat_template).items()
         }
         self._special_tokens = dict(files.special_tokens)
+        self._default_arguments = template_arguments
         self._obstacle = _obstacle(files)
         self._takes_inline_system = all(
             template.takes_inline_system for template in self._templates.values()
@@ -164,6 +169,7 @@ class ChatRenderer:
         given = prompt.template_arguments
         if prompt.least_thinking is not None and not self._turns_thinking_off:
             given = prompt.least_thinking
+        given = {**self._default_arguments, **given}
         arguments = {name: value for name, value in given.items() if name not in _RESERVED}
         tools = {} if prompt.tools is None else {"tools": prompt.tools}
         documents = {} if prompt.documents is None else {"documents": prompt.documents}

@@ -9,10 +9,11 @@ interpreter lock.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -83,6 +84,7 @@ class LocalTokenizer:
         files: ModelFiles,
         *,
         chat_template: str | None = None,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
         use_native: bool = True,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         now: Callable[[], datetime] = datetime.now,
@@ -91,6 +93,7 @@ class LocalTokenizer:
 
         Args:
             chat_template: Text of a template that replaces the model's.
+            template_arguments: Variables of templates that requests may override.
             use_native: Tokenise by fastokens where it gives the right ids.
             cache_bytes: Bound on the memory of the segment cache, where fastokens is not used.
             now: Clock for templates that write the date.
@@ -109,7 +112,7 @@ class LocalTokenizer:
             self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
         else:
             self._native, self._obstacle = native, None
-        self._renderer = ChatRenderer(files, chat_template, now)
+        self._renderer = ChatRenderer(files, chat_template, now, template_arguments)
         self._end_finder = self._make_end_finder(backend)
         del backend
         _give_back_memory()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from router.config.models import ModelConfig, StoreConfig
 from router.errors import UnknownModel
 from router.index.layout_learner import StoreHint
+from router.prompt.body.requests import parse_request
+from router.prompt.endpoints import Endpoint
 from router.routing.models import ModelSet
+from tests.support.model_files import write_byte_tokenizer
 
 
 async def no_replica(names: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
@@ -41,3 +45,22 @@ def test_an_adapter_may_be_named_with_its_model() -> None:
     for name in ("other:a:1", "s3://m:b", "s3://m:", ":a:1", "s3://m:short", "s3://m:s3://m"):
         with pytest.raises(UnknownModel):
             models.resolve(name)
+
+
+def test_templates_get_what_the_operator_says_of_them(tmp_path: Path) -> None:
+    """The engines' own template, and their own variables of it."""
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}{{ mood }}")
+    config = ModelConfig(
+        name="m",
+        tokenizer=str(tmp_path),
+        chat_template=str(tmp_path / "own.jinja"),
+        chat_template_kwargs={"mood": "!"},
+    )
+    models = ModelSet([config], no_replica)
+    model, _ = models.resolve("m")
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    tokenization = models.tokenization_of(model)
+    (found,) = tokenization.tokenize_now(parse_request(Endpoint.CHAT, body)) or ()
+    assert bytes(found.token_ids.tolist()) == b"hi!"
+    models.close()

@@ -92,6 +92,24 @@ def test_a_conversation_is_written_by_the_template() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "False None"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "True None"),
+        ({"chat_template_kwargs": {"enable_thinking": None}}, "False None"),
+        ({"reasoning_effort": "high"}, "True high"),
+    ],
+)
+def test_a_template_gets_the_operators_variables(fields: dict[str, Any], expected: str) -> None:
+    """VLLM's `--default-chat-template-kwargs`; what a request says or implies wins."""
+    template = "{{ enable_thinking }} {{ reasoning_effort | default(none) }}"
+    files = ModelFiles(path="test", tokenizer_json=b"", chat_templates={"default": template})
+    renderer = ChatRenderer(files, template_arguments={"enable_thinking": False})
+    prompt = _prompt(Endpoint.CHAT, {"messages": [_USER], **fields})
+    assert renderer.render(prompt).text == expected
+
+
 def test_the_generation_prompt_can_be_left_out() -> None:
     """Batch scoring sends finished conversations."""
     assert _render(_CHATML, {"messages": [_USER], "add_generation_prompt": False}).endswith(
