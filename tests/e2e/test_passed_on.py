@@ -199,6 +199,25 @@ async def test_audio_goes_by_the_model_in_its_form(router: RouterProcess) -> Non
         assert (none.status, none.error["code"]) == (404, "model_not_found")
 
 
+async def test_an_audio_form_names_nothing_that_the_router_owns(router: RouterProcess) -> None:
+    """VLLM reads `vllm_xargs` from forms as well: a client's report mode would have it announce
+    blocks that do not exist."""
+    path = "/v1/audio/transcriptions"
+    async with engines(1, paths={path: served_by}) as (stub,), router.serving(stub):
+        part = b'--XyZ\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+        model = part % (b"model", stub.model.encode())
+        for name in (b"kv_cache_report_mode", b"k\\u0076_cache\\u005Freport_mode"):
+            field = part % (b"vllm_xargs", b'{"a": 1, "%b": "full"}' % name)
+            found = await router.post(path, field + model + b"--XyZ--\r\n", {**KEY, **FORM})
+            assert found.status == 200
+            other = part % (b"vllm_xargs", b'{"a": 1, "not_for_clients": "full"}')
+            assert stub.requests[-1].body == other + model + b"--XyZ--\r\n"
+        for charset, status in (("UTF-8", 200), ("utf-7", 400)):
+            named = {"content-type": f"multipart/form-data; boundary=XyZ; charset={charset}"}
+            found = await router.post(path, model + b"--XyZ--\r\n", {**KEY, **named})
+            assert found.status == status
+
+
 async def test_what_names_no_model_may_go_to_any_replica(router: RouterProcess) -> None:
     """The engine's version is everyone's."""
     version = always(b'{"version": "0.32.0"}')

@@ -131,6 +131,19 @@ def is_form(content_type: bytes) -> bool:
     return content_type.lstrip()[:19].lower() == b"multipart/form-data"
 
 
+def check_charset(content_type: bytes) -> None:
+    """Check that a form's fields are UTF-8, which is what is looked for in them.
+
+    Raises:
+        BadRequest: Engines would decode them by another name, of which Python has many.
+    """
+    if b"charset" not in content_type.lower():
+        return
+    if [value.lower() for value in _values(content_type, b"charset")] != [b"utf-8"]:
+        found = f"{len(content_type)} bytes"
+        raise BadRequest("content-type", found, "a form's charset must be utf-8")
+
+
 def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
     """The value of a short field; None if the form has none that can be read.
 

@@ -18,6 +18,7 @@ from router.doors.asks import ANONYMOUS, Key, request_id_in, tenant_salt
 from router.doors.http.access import KEY_HEADERS, Guard, check_one_content_type
 from router.doors.http.access_log import AccessLine
 from router.doors.http.bodies import (
+    check_charset,
     check_form,
     form_field,
     is_form,
@@ -48,7 +49,7 @@ from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
-from router.prompt.body.owned_fields import PRIORITY_HEADER
+from router.prompt.body.owned_fields import PRIORITY_HEADER, strip_form
 from router.routing.admission import Admission
 from router.routing.deciding import Deciding
 from router.routing.decision import Decision
@@ -134,6 +135,8 @@ class Gateway:
         if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             rename = functools.partial(with_form_field, content_type, b"model")
+            check_charset(content_type)
+            body = await asyncio.to_thread(strip_form, body)
             return by_load(model, body, terms, needs_model=needs_model, rename=rename)
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             return by_load(None, body, replace(terms, headers=NO_HEADERS), needs_model=False)

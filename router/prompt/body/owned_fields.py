@@ -18,7 +18,7 @@ paths, as `/v1/messages`, neither reads one.
 One more is only taken out, `vllm_xargs: {"kv_cache_report_mode": "full"}`: the engine would
 announce every block of a hit again, even blocks that do not exist, which corrupts the index's
 counts for all clients. What stands in `vllm_xargs` may stand in `sampling_params: {"extra_args":
-...}` of `/inference/v1/generate` as well.
+...}` of `/inference/v1/generate` as well. Forms of `/v1/audio/*` have `vllm_xargs` as text.
 """
 
 from __future__ import annotations
@@ -134,6 +134,27 @@ def strip_hints(body: bytes) -> bytes:
         return body
     changes = {TRANSFER_FIELD: _without(_KVROUTE, _SOURCE)}
     return with_changed(body, changes | _of_arguments(_without(_KEEP, _KEEP_END)))
+
+
+def strip_form(form: bytes) -> bytes:
+    """Return a multipart form in which no field of JSON names the report mode, hints or a peer,
+    wherever and however it is spelled: other readers may find fields that this one does not.
+
+    Args:
+        form: With media of many megabytes, in which these names do not appear.
+    """
+    if not _may_name(form, _REPORT_MODE, _KVROUTE, _SOURCE):
+        return form
+    return _OWNED_NAMES.sub(_OTHER_NAME, form)
+
+
+def _spellings(name: str) -> bytes:
+    """Return a pattern of a name in JSON, where each letter may be escaped."""
+    return b"".join(rb"(?:%c|\\u00(?i:%02x))" % (letter, letter) for letter in name.encode())
+
+
+_OWNED_NAMES = re.compile(b"|".join(map(_spellings, (_REPORT_MODE, _KEEP, _SOURCE))))
+_OTHER_NAME = b"not_for_clients"
 
 
 def _may_name(body: bytes, *names: str) -> bool:
