@@ -204,7 +204,7 @@ def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool
     if fields.get("prompt_logprobs") is not None:
         return True
     return is_true(fields.get("echo")) and (
-        form is Endpoint.CHAT or fields.get("logprobs") is not None
+        form in (Endpoint.CHAT, Endpoint.CHAT_BATCH) or fields.get("logprobs") is not None
     )
 
 

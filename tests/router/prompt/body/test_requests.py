@@ -828,3 +828,12 @@ def test_the_breakpoints_of_a_client_s_cache_are_read() -> None:
     (prompt,) = _parse(Endpoint.MESSAGES, plain).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.pieces is None
+
+
+@pytest.mark.parametrize(("echo", "reads_cache"), [(True, False), (False, True)])
+def test_an_echo_keeps_vllm_from_reading_its_cache_in_batches_too(
+    echo: bool, reads_cache: bool
+) -> None:
+    """Each conversation becomes a chat, with a chat's defaults for logprobs."""
+    body = json.dumps({"messages": [[{"role": "user", "content": "hi"}]], "echo": echo}).encode()
+    assert parse_request(Endpoint.CHAT_BATCH, body).reads_cache is reads_cache
