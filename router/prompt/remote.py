@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from router.prompt.body.json_fields import encode_json
-from router.prompt.chat.conversation import has_media
+from router.prompt.chat.conversation import has_media, merge_system_messages
 from router.prompt.errors import (
     ProcessEndedError,
     ReplicaAnswerError,
@@ -78,6 +78,8 @@ class RemoteTokenizer:
         self._fetch = fetch
         self._large_work = large_work
         self._clock = clock
+        self._merges_system = False
+        """True once the template was found to take system messages in front only."""
         self._cache = SegmentCache(cache_bytes)
 
     async def tokenize(
@@ -101,6 +103,25 @@ class RemoteTokenizer:
         """
         if isinstance(prompt, TextPrompt) and len(prompt.text) > MAX_PROMPT_CHARS:
             raise UntokenizableError("prompt_too_long")
+        merged = _merged(prompt)
+        if merged is None or self._merges_system:
+            return await self._tokenize(merged or prompt, model, cache_salt, is_large)
+        # The engine merges them where its template takes none in mid-conversation, and that shows
+        # here alone.
+        try:
+            return await self._tokenize(prompt, model, cache_salt, is_large)
+        except ReplicaRefusedError:
+            ids = await self._tokenize(merged, model, cache_salt, is_large)
+        self._merges_system = True
+        return ids
+
+    async def _tokenize(
+        self,
+        prompt: TextPrompt | ChatPrompt,
+        model: str | None,
+        cache_salt: str | None,
+        is_large: bool,
+    ) -> TokenIds:
         if is_large:
             body, digest = await asyncio.to_thread(_request_body, prompt, model)
         else:
@@ -143,6 +164,18 @@ class RemoteTokenizer:
             return await self._large_work.run(_read_tokens, answer)
         except ProcessEndedError:
             raise UntokenizableError("busy") from None
+
+
+def _merged(prompt: TextPrompt | ChatPrompt) -> ChatPrompt | None:
+    """Return a prompt of `/v1/messages` with one system message in front; None where it has no
+    others."""
+    if not isinstance(prompt, ChatPrompt) or not prompt.merge_inline_system:
+        return None
+    if all(message["role"] != "system" for message in prompt.messages[1:]):
+        return None
+    messages = merge_system_messages(prompt.messages, "\n" if prompt.is_sglang else "")
+    sent = prompt.sent and {**prompt.sent, "messages": messages}
+    return replace(prompt, messages=messages, sent=sent)
 
 
 def _read_tokens(answer: bytes) -> TokenIds:

@@ -352,6 +352,44 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
     assert len(replica.bodies) == 2
 
 
+async def test_a_replica_whose_template_has_one_system_message_gets_one(
+    build_tokenizer: _TokenizerOf, local_of: _LocalOf
+) -> None:
+    """Where the engine merges them, so that Claude Code's reminders went by load; asked twice only
+    until that is known."""
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    local = local_of(build_tokenizer("qwen"), chat_templates={"default": strict})
+    asked: list[list[str]] = []
+
+    async def fetch(_path: str, body: bytes) -> tuple[int, bytes]:
+        messages = json.loads(body)["messages"]
+        asked.append([message["role"] for message in messages])
+        try:
+            ids = local.finish(local.prepare(ChatPrompt(messages), None)).tolist()
+        except UntokenizableError:
+            return 400, b"{}"
+        return 200, json.dumps({"tokens": ids}).encode()
+
+    tokenization = Tokenization(remote=RemoteTokenizer(fetch))
+    for text, times in (("a", 2), ("b", 1)):
+        asked.clear()
+        reminder = {"role": "system", "content": "now"}
+        body = {
+            "model": "m",
+            "system": "be",
+            "messages": [_USER, reminder, {**_USER, "content": text}],
+        }
+        spec = _spec(Endpoint.MESSAGES, body)
+        (result,) = await tokenization.tokenize(spec)
+        (expected,) = await Tokenization(local=local).tokenize(spec)
+        assert result == expected
+        assert result.exact
+        assert (len(asked), asked[-1]) == (times, ["system", "user", "user"])
+
+
 async def test_an_answer_to_a_chat_holds_until_its_date_may_be_another(replica: _Replica) -> None:
     """Templates write the date at the very start of a prompt, and gpt-oss's chats have it."""
     now = [0.0]
