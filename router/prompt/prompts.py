@@ -71,6 +71,8 @@ class ChatPrompt:
     """The texts of the messages, where the client's form has parts that *messages* has not."""
     sent: Mapping[str, Any] | None = field(default=None, repr=False)
     """The fields that engines read in different ways, as the client sent them."""
+    is_of_responses: bool = False
+    """True in `/v1/responses`, which both engines write in a way of its own for gpt-oss."""
     is_sglang: bool = False
     """True if all else is as SGLang reads it, which is asked for token ids with *sent*."""
 

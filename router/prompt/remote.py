@@ -218,7 +218,7 @@ def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
         # The replica would fetch and decode every image once more, only to count its tokens.
         raise UntokenizableError("media")
     if prompt.is_sglang and prompt.sent is not None:
-        return dict(prompt.sent)
+        return {**prompt.sent, "messages": list(map(_chat_message, prompt.sent["messages"]))}
     arguments = dict(prompt.template_arguments)
     if prompt.documents is not None:
         # The endpoint has no field for them, but its template arguments take them.

@@ -18,7 +18,6 @@ from typing import Annotated, TypeAlias, TypeVar
 
 from kvevents.field_docs import counter
 from kvevents.threads import begun_pool
-from router.prompt.endpoints import Endpoint
 from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.prompt.prompts import (
@@ -226,7 +225,7 @@ class Tokenization:
             return outcome
         if not isinstance(prompt, (TextPrompt, ChatPrompt)):
             return outcome
-        if outcome.reason in _FINAL_REASONS and not self._asks_all_the_same(spec, prompt, outcome):
+        if outcome.reason in _FINAL_REASONS and not self._asks_all_the_same(prompt, outcome):
             return outcome
         try:
             ids = await self._remote.tokenize(
@@ -244,7 +243,7 @@ class Tokenization:
         return ids, Coverage.WHOLE, NO_ENDS
 
     def _asks_all_the_same(
-        self, spec: PromptSpec, prompt: TextPrompt | ChatPrompt, outcome: UntokenizableError
+        self, prompt: TextPrompt | ChatPrompt, outcome: UntokenizableError
     ) -> bool:
         """Return whether replicas know the ids of a chat in harmony format: vLLM's do from 0.33 on,
         but not with an effort, which their `/tokenize` has no field for, nor what `/v1/responses`
@@ -252,7 +251,7 @@ class Tokenization:
         return (
             outcome.reason == "harmony"
             and isinstance(prompt, ChatPrompt)
-            and spec.endpoint is not Endpoint.RESPONSES
+            and not prompt.is_of_responses
             and prompt.truncation is None
             and "reasoning_effort" not in prompt.template_arguments
             and self.asks_harmony()

@@ -168,7 +168,12 @@ def parse_responses(
         # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a
         # template that writes BOS itself gets a second one.
         add_special_tokens=True,
+        is_of_responses=True,
         truncation=truncation,
+        sent={
+            "tool_choice": fields.get("tool_choice"),
+            "reasoning_effort": reasoning.get("effort"),
+        },
     )
 
 

@@ -41,15 +41,65 @@ _MAY_BE_NULL = ("description", "parameters")
 
 def as_sglang_reads(spec: PromptSpec) -> PromptSpec:
     """Return a request with the prompts that SGLang makes of it."""
-    of_chats = map(_as_chat, spec.prompts) if spec.endpoint is Endpoint.MESSAGES else spec.prompts
+    as_chat = _AS_CHAT.get(spec.endpoint)
+    of_chats = spec.prompts if as_chat is None else map(as_chat, spec.prompts)
     return msgspec.structs.replace(spec, prompts=tuple(map(_prompt, of_chats)))
 
 
-def _as_chat(prompt: Prompt) -> Prompt:
+def _of_messages(prompt: Prompt) -> Prompt:
     """Return a prompt of `/v1/messages` with the fields of the chat that SGLang makes of it."""
     if not isinstance(prompt, ChatPrompt) or prompt.sent is None:
         return prompt
     return replace(prompt, sent=chat_of(prompt.sent))
+
+
+def _of_responses(prompt: Prompt) -> Prompt:
+    """Return a prompt of `/v1/responses` with the fields of the chat that SGLang makes of it.
+    Where instructions come later, it depends on the template how they are put together."""
+    if not isinstance(prompt, ChatPrompt) or prompt.sent is None:
+        return prompt
+    if any(message["role"] in ("system", "developer") for message in prompt.messages[1:]):
+        return OpaquePrompt("unknown_input_item")
+    choice = prompt.sent.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    sent = {
+        **prompt.sent,
+        "messages": [_of_item(message) for message in prompt.messages],
+        "tools": prompt.tools and [_strict_or_not(tool) for tool in prompt.tools],
+        "tool_choice": choice,
+        "chat_template_kwargs": prompt.template_arguments,
+    }
+    return replace(prompt, sent=sent)
+
+
+def _strict_or_not(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool["function"].get(name) for name in _OF_FUNCTION[:3]}
+    return {
+        "type": "function",
+        "function": {**function, "strict": tool["function"].get("strict") is True},
+    }
+
+
+def _of_item(message: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**message, "reasoning_content": message.get("reasoning")}
+    content = found.get("content")
+    if found["role"] == "tool" and isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        found["content"] = "".join(text for text in texts if isinstance(text, str))
+    if found["role"] == "developer":
+        found["role"] = "system"
+        if isinstance(content, str):
+            found["content"] = f"{_DEVELOPER}\n{content}"
+        elif isinstance(content, list) and content and isinstance(content[0], dict):
+            text = f"{_DEVELOPER}\n{content[0].get('text') or ''}"
+            found["content"] = [{**content[0], "text": text}, *content[1:]]
+    return {name: value for name, value in found.items() if name in _OF_ITEM and value is not None}
+
+
+_DEVELOPER = "Developer instructions:"
+_OF_ITEM = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
+_AS_CHAT = {Endpoint.MESSAGES: _of_messages, Endpoint.RESPONSES: _of_responses}
 
 
 def _prompt(prompt: Prompt) -> Prompt:
@@ -84,6 +134,7 @@ def as_sglang_chat(prompt: ChatPrompt) -> ChatPrompt:
         continue_final_message=is_true(sent.get("continue_final_message", False)),
         merge_inline_system=prompt.merge_inline_system,
         pieces=prompt.pieces,
+        is_of_responses=prompt.is_of_responses,
         sent={name: value for name, value in sent.items() if name != _IDS and value is not None},
         is_sglang=True,
     )

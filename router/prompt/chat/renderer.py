@@ -97,7 +97,7 @@ class ChatRenderer:
             UntokenizableError: The model has no template, the engine does not use it, or it refused
                 the conversation; or the client brings its own.
         """
-        if self._obstacle is not None and not (prompt.is_sglang and self.is_harmony):
+        if self._obstacle is not None and not self._is_by_template(prompt):
             raise UntokenizableError(self._obstacle)
         if _TEMPLATE in prompt.template_arguments:
             # As in the field of that name: a client's template is never run here.
@@ -114,6 +114,10 @@ class ChatRenderer:
         first = self._render(template, prompt, _MARKS[0] if form == "string" else None)
         second = self._render(template, prompt, _MARKS[1])
         return RenderedChat(_common_prefix(first, second), is_prefix=True)
+
+    def _is_by_template(self, prompt: ChatPrompt) -> bool:
+        """Return whether SGLang writes a chat with the template that vLLM does not use."""
+        return prompt.is_sglang and self.is_harmony and not prompt.is_of_responses
 
     def _choose(self, *, has_tools: bool) -> ChatTemplate:
         """Pick by name as transformers does; a processor's template goes first where there are no
