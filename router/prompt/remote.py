@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from router.prompt.body.json_fields import encode_json
-from router.prompt.chat.conversation import has_media, merge_system_messages
+from router.prompt.chat.conversation import merge_system_messages
+from router.prompt.chat.parts import has_media
 from router.prompt.errors import (
     ProcessEndedError,
     ReplicaAnswerError,

@@ -2,6 +2,7 @@
 
 The files; each imports only what is listed above it:
 
+    parts.py                parts of a content, arguments of a call
     conversation.py         messages in the form that templates get
     sglang_conversation.py  the same as SGLang has it
     bounded_jinja.py        Jinja's sandbox with a bound on the work of one rendering

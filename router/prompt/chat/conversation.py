@@ -8,42 +8,26 @@ expects.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from router.prompt.chat.parts import (
+    MEDIA_FIELDS,
+    TEXT_FIELDS,
+    Part,
+    is_medium,
+    kind_of,
+    modality,
+    parsed_arguments,
+)
 from router.prompt.endpoints import BILLING_HEADER, ContentForm
 
 _Message: TypeAlias = dict[str, Any]
-_Part: TypeAlias = "str | dict[str, Any]"
 
-# Where the text of a part lies, by the part's type.
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-    "tool_reference": "name",
-}
-# Fields that make a part a medium whatever its type.
-_MEDIA_FIELDS = frozenset(
-    (
-        *("image_url", "input_image", "image_embeds", "image_pil"),
-        *("audio_url", "input_audio", "audio_embeds"),
-        *("video_url", "video_embeds", "prompt_embeds"),
-    )
-)
 # Fields of parts that have a meaning of their own; a template gets all others beside type and text.
-_KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
+_KNOWN_PART_FIELDS = MEDIA_FIELDS | {
     *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file")
 }
-
-
-def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether any part of any message is an image, audio or video."""
-    contents = [message.get("content") for message in messages]
-    return any(any(map(is_medium, content)) for content in contents if isinstance(content, list))
 
 
 def normalise(
@@ -85,31 +69,21 @@ def _normalise(message: Mapping[str, Any], form: ContentForm, media_mark: str | 
     return result
 
 
-def _parts(content: object) -> list[_Part]:
+def _parts(content: object) -> list[Part]:
     if isinstance(content, list):
         return content
     return [content] if isinstance(content, str) else []
 
 
-def _kind(part: Mapping[str, Any]) -> str:
-    return part.get("type") or "text"
-
-
-def is_medium(part: _Part) -> bool:
-    return isinstance(part, dict) and (
-        _kind(part) not in _TEXT_FIELDS or not _MEDIA_FIELDS.isdisjoint(part)
-    )
-
-
-def _text(part: _Part) -> str | None:
+def _text(part: Part) -> str | None:
     """Return the text of a text part; None if it holds none."""
     if isinstance(part, str):
         return part
-    text = part.get(_TEXT_FIELDS[_kind(part)])
+    text = part.get(TEXT_FIELDS[kind_of(part)])
     return text if isinstance(text, str) else None
 
 
-def _as_string(parts: Sequence[_Part], media_mark: str | None) -> str:
+def _as_string(parts: Sequence[Part], media_mark: str | None) -> str:
     """Join texts by newlines; the engine writes the placeholders of media before them all."""
     texts = [text for part in parts if not is_medium(part) and (text := _text(part)) is not None]
     if media_mark is not None and any(is_medium(part) for part in parts):
@@ -117,36 +91,32 @@ def _as_string(parts: Sequence[_Part], media_mark: str | None) -> str:
     return "\n".join(texts)
 
 
-def _as_parts(parts: Sequence[_Part], media_mark: str | None) -> list[_Message]:
+def _as_parts(parts: Sequence[Part], media_mark: str | None) -> list[_Message]:
     return [wrapped for part in parts if (wrapped := _wrap(part, media_mark)) is not None]
 
 
-def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
+def _wrap(part: Part, media_mark: str | None) -> _Message | None:
     """Return a part in the `openai` form; None for an empty one."""
     if is_medium(part):
         assert not isinstance(part, str)
         return (
-            {"type": modality(_kind(part))}
+            {"type": modality(kind_of(part))}
             if media_mark is None
             else {"type": "text", "text": media_mark}
         )
     text = _text(part)
     if text is None or isinstance(part, str):
         return None if text is None else {"type": "text", "text": text}
-    if _kind(part) == "tool_reference":
+    if kind_of(part) == "tool_reference":
         return {"type": "tool_reference", "name": text}
     extra = {name: value for name, value in part.items() if name not in _KNOWN_PART_FIELDS}
     return {"type": "text", "text": text, **extra}
 
 
-def modality(kind: str) -> str:
-    return next((each for each in ("image", "audio", "video") if each in kind), "image")
-
-
-def _without_billing_header(parts: Sequence[_Part]) -> list[_Part]:
+def _without_billing_header(parts: Sequence[Part]) -> list[Part]:
     """Drop the line that Claude Code puts before its system prompt, new in every request, as the
     engine does."""
-    kept: list[_Part] = []
+    kept: list[Part] = []
     for part in parts:
         text = (
             part
@@ -182,16 +152,6 @@ def _call(call: Mapping[str, Any]) -> _Message:
         **call,
         "function": {**function, "arguments": parsed_arguments(function.get("arguments"))},
     }
-
-
-def parsed_arguments(arguments: object) -> dict[str, Any]:
-    """Return the arguments of a call as templates want them: an object, empty if none are given."""
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return {}
-    return arguments if isinstance(arguments, dict) else {}
 
 
 def _tool_fields(message: Mapping[str, Any], content: str | list[_Message]) -> _Message:

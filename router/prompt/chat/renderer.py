@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from router.prompt.chat.conversation import (
-    has_media,
     merge_system_messages,
     normalise,
     without_developer_role,
 )
+from router.prompt.chat.parts import has_media
 from router.prompt.chat.sglang_conversation import as_sglang
 from router.prompt.chat.template import ChatTemplate
 from router.prompt.errors import UntokenizableError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from router.prompt.chat.conversation import is_medium, modality, parsed_arguments
+from router.prompt.chat.parts import is_medium, modality, parsed_arguments
 from router.prompt.endpoints import ContentForm
 
 _Message: TypeAlias = dict[str, Any]

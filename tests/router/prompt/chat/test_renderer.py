@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from router.prompt.body.requests import parse_request
-from router.prompt.chat.conversation import has_media, normalise
+from router.prompt.chat.conversation import normalise
+from router.prompt.chat.parts import has_media
 from router.prompt.chat.renderer import ChatRenderer
 from router.prompt.endpoints import Endpoint
 from router.prompt.errors import UntokenizableError
