@@ -141,7 +141,10 @@ class Booking:
             raise
 
     def retried(self, at: Placement) -> None:
-        """The replica failed; the request is sent to another one, from the start."""
+        """The replica failed; the request is sent again, there or elsewhere, from the start."""
+        # Before the next visit begins: at the same replica that would expect this one's prompt.
+        if self._visit is not None:
+            self._visit.ended(was_served=False)
         self._follow(at)
         replica_id, uncached, _ = _share(at)
         self._in_flight.retried(replica_id, uncached, at.dp_rank, self._visit)

@@ -92,6 +92,14 @@ def test_what_is_tried_again_is_booked_where_it_went_last_and_nowhere_else(booke
     assert booked.bookings.book(booked.at(R0)).ended()
 
 
+def test_a_second_attempt_at_the_same_replica_expects_nothing_of_the_first(booked: Booked) -> None:
+    """A kept connection that was closed is tried again there. Its own first attempt was taken for
+    another request that computes the prompt: all of it was expected to be cached."""
+    booking = booked.bookings.book(booked.at(R0))
+    booking.retried(booked.at(R0))
+    assert booking.expected_tokens == 0
+
+
 def test_an_estimate_learns_once_from_what_is_reported_behind_the_end(booked: Booked) -> None:
     """A second report would count its prompt twice."""
     booking = booked.bookings.book(booked.at(R0, trust=0.8))
