@@ -298,3 +298,28 @@ async def test_a_request_that_kills_replicas_reaches_two_of_them(headers: Header
         found = await posted(router, body_for(stubs[0], 1000, stream=True), headers)
         assert found.status == 502
         assert len(set(hit)) == 2, hit
+
+
+async def test_what_is_sent_again_to_the_same_replica_counts_there_as_before(
+    headers: Headers,
+) -> None:
+    """Its own first attempt was taken for another request that computes its prompt: the replica
+    seemed to have nothing to do, and the whole prompt was expected to be cached."""
+    go = asyncio.Event()
+    async with scene(1, has_events=True) as (router, (stub,)):
+
+        async def closes_the_first(exchange: Exchange) -> None:
+            stub.behaviour = after(go)
+            await hang_up(exchange)
+
+        stub.behaviour = closes_the_first
+        body = {**body_for(stub, 1), "prompt": prompt_ids(640, 1)}
+        request = asyncio.create_task(posted(router, body, headers))
+        await eventually(lambda: stub.active == 1 and len(stub.requests) > 1, "it waits there")
+        await router.until(
+            lambda now: now.sum("kvroute_in_flight_prefill_tokens") == 640, "all is to be computed"
+        )
+        (entry,) = (await router.get("/requests?limit=1")).json["requests"]
+        assert (entry["attempts"], entry["expected"]) == (2, 0)
+        go.set()
+        assert (await request).status == 200

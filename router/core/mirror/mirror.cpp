@@ -142,7 +142,7 @@ std::shared_ptr<Visit> Mirror::new_visit(const Sent& sent, const std::shared_ptr
 void Mirror::first_token(const std::shared_ptr<Visit>& visit, double now) {
     if (!visit->is_in_prefill) return;
     learn_from_prefill(*visit, now);
-    leave_prefill(*visit, now);
+    leave_prefill(*visit, true, now);
     visit->is_decoding = true;
     count_decoding(*visit, 1);
     leave(*visit, visit->kept, 0);
@@ -152,7 +152,7 @@ void Mirror::first_token(const std::shared_ptr<Visit>& visit, double now) {
 void Mirror::ended(const std::shared_ptr<Visit>& visit, bool was_served, double now) {
     if (std::exchange(visit->is_over, true)) return;
     Cache& cache = *visit->at;
-    leave_prefill(*visit, now);
+    leave_prefill(*visit, was_served, now);
     if (visit->is_decoding) count_decoding(*visit, -1);
     for (const InUse& use : visit->uses) {
         if (was_served) {
@@ -375,12 +375,14 @@ void Mirror::enter_prefill(std::shared_ptr<Visit> visit, double now) {
     live_.push_back(std::move(visit));
 }
 
-void Mirror::leave_prefill(Visit& visit, double now) {
+// `is_computed`: its prompt may be, though events do not show it yet.
+void Mirror::leave_prefill(Visit& visit, bool is_computed, double now) {
     if (!std::exchange(visit.is_in_prefill, false)) return;
     std::vector<Visit*>& prefilling = visit.at->prefilling;
     if (prefilling.front() == &visit) visit.at->first_since = now;
     prefilling.erase(std::find(prefilling.begin(), prefilling.end(), &visit));
-    if (visit.keys.span.empty()) {
+    if (!is_computed && !visit.keys.span.empty()) own_.remove(visit);
+    if (!is_computed || visit.keys.span.empty()) {
         drop(visit);
         return;
     }

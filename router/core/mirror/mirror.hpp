@@ -192,7 +192,7 @@ private:
     std::shared_ptr<Visit> new_visit(const Sent& sent, const std::shared_ptr<Cache>& cache,
                                      Coming found, double now);
     void enter_prefill(std::shared_ptr<Visit> visit, double now);
-    void leave_prefill(Visit& visit, double now);
+    void leave_prefill(Visit& visit, bool is_computed, double now);
     void drop(Visit& visit);
     void forget_computed(double now);
     void give_back(const Visit& visit, const std::shared_ptr<Use>& use, double now);

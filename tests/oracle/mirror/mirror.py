@@ -310,7 +310,7 @@ class ReferenceMirror:
             elif cache.first_since == visit.started_at:  # else part of it passed behind another one
                 cost = seconds * model.prefill_tokens_per_s - visit.uncached_tokens
                 cache.prices.loaded(visit.loads, cost)
-        self._leave_prefill(visit, cache, now)
+        self._leave_prefill(visit, cache, True, now)
         visit.is_decoding = True
         _count_decoding(cache, visit, 1)
         _leave(cache, visit, visit.kept, 0)
@@ -326,7 +326,7 @@ class ReferenceMirror:
             was_served: Whether its prompt may be cached there now.
         """
         now = self._clock()
-        self._leave_prefill(visit, cache, now)
+        self._leave_prefill(visit, cache, was_served, now)
         if visit.is_decoding:
             _count_decoding(cache, visit, -1)
         for use in visit.uses:
@@ -605,13 +605,15 @@ class ReferenceMirror:
         if visit.keys:
             self._own.add(visit, cache)
 
-    def _leave_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
+    def _leave_prefill(self, visit: Visit, cache: _Cache, is_computed: bool, now: float) -> None:
         if visit not in cache.prefilling:
             return
         del cache.prefilling[visit]
         if cache.first is visit:
             cache.first, cache.first_since = next(iter(cache.prefilling), None), now
-        if visit.keys:
+        if visit.keys and not is_computed:
+            self._own.remove(visit)
+        elif visit.keys:
             visit.known_until = now + self.EVENTS_S
             self._computed.append(visit)
 

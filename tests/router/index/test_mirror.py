@@ -181,9 +181,11 @@ def test_what_ends_twice_or_out_of_order_is_accounted_for_once(mirrored: Mirrore
 
 
 def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored) -> None:
-    """What was not computed cannot be evicted."""
+    """What was not computed cannot be evicted, and no event will report it."""
     mirrored.begin(IDS).ended(was_served=False)
     assert mirrored.mirror.statistics().keys == 0
+    assert mirrored.in_prefill(IDS) == {}
+    assert mirrored.mirror.prefilling() == []
 
 
 @pytest.mark.parametrize(
