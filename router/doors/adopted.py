@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from router.doors.asks import Question
 from router.doors.reservations import RESERVE_PATH, Claim, Reservation, Reservations
 from router.plane.attempts import Attempt, Failure
-from router.plane.proxy_types import End
+from router.plane.proxy_types import End, is_error
 from router.telemetry.parts import RouterParts
 from router.telemetry.request_observer import RequestObservers
 from router.telemetry.settled import BY_CORE, Settled
@@ -118,8 +118,9 @@ class _CoreObserver:
         show = self.observers.show
         self.request = show(self.number, self.settled, RESERVE_PATH, self.policy)
 
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:  # noqa: ARG002
-        self.booking.first_byte()
+    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:  # noqa: ARG002
+        if not is_error(status):
+            self.booking.first_byte()
         self.settled = self.settled._replace(first_byte_s=seconds)
         self.request.first_byte_s = seconds
         self.observers.log.update(self.request)
@@ -137,7 +138,7 @@ class _CoreObserver:
 
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         self.settled = self.settled._replace(
-            was_alone=self.booking.ended(True),
+            was_alone=self.booking.ended(not is_error(status)),
             end=end.value,
             status=status or 0,
             seconds=seconds,

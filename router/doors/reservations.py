@@ -152,15 +152,16 @@ class Reservation:
         """Seconds from its beginning to a moment; None: now."""
         return (self._clock() if at is None else at) - self._started_at
 
-    def prefill_complete(self, at: float | None = None) -> None:
+    def prefill_complete(self, at: float | None = None, status: int = 200) -> None:
         """Report the first token of the response.
 
         Args:
             at: When, by the clock; None: now.
+            status: The replica's.
         """
         if not self.has_begun and not self.is_over:
             self.has_begun = True
-            self.observer.on_first_byte(self.attempt, self._seconds(at))
+            self.observer.on_first_byte(self.attempt, self._seconds(at), status)
 
     def output(self, tokens: int, at: float | None = None) -> None:
         """Report more tokens of the response.
@@ -206,7 +207,7 @@ class Reservation:
     ) -> None:
         if outcome is Outcome.COMPLETED and not self.has_begun:
             self.has_begun = True  # a response that is not streamed is there at once
-            self.observer.on_first_byte(self.attempt, seconds)
+            self.observer.on_first_byte(self.attempt, seconds, status or 200)
         if failure is None and status is not None and status >= 500:
             failure = Failure.UNAVAILABLE if status in _NOT_NOW else Failure.SERVER_ERROR
         if failure is not None:

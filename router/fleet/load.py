@@ -178,7 +178,11 @@ class InFlight:
         self._visit = visit
         self.replica_id = replica_id
 
-    def ended(self) -> None:
-        """The request is over, whether it succeeded or not."""
+    def ended(self, was_served: bool = True) -> None:
+        """The request is over, whether it succeeded or not.
+
+        Args:
+            was_served: See `Follower.ended`.
+        """
         if self._flight.ended() and self._visit is not None:
-            self._visit.ended()
+            self._visit.ended(was_served)

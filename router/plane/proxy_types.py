@@ -54,6 +54,12 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     it was generated."""
 
 
+def is_error(status: int | None) -> bool:
+    """Return whether a response is an error, so that its first byte does not show that the prompt
+    was computed."""
+    return status is not None and status >= 400
+
+
 class ResponseObserver(Protocol):
     """Receives what becomes of a request that was sent, on the event loop: it must not block.
 
@@ -72,12 +78,13 @@ class ResponseObserver(Protocol):
         """
         raise NotImplementedError
 
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
         """The first byte of the response's body is here, or the end of an empty one.
 
         Args:
             attempt: The candidate whose response is passed on.
             seconds: Since the call of `PlaneProxy.start`, or since it was reserved.
+            status: Of the response.
         """
 
     def on_events(self, count: int) -> None:

@@ -208,7 +208,7 @@ class PlaneRelay:
         if status >= 500:
             self._observer.on_failure(attempt, Failure.SERVER_ERROR)
         now = asyncio.get_running_loop().time()
-        self._observer.on_first_byte(attempt, now - self._started_at)
+        self._observer.on_first_byte(attempt, now - self._started_at, status)
 
     def on_progress(self, events: int) -> None:
         self._observer.on_events(events)

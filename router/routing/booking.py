@@ -176,10 +176,13 @@ class Booking:
         """The response grew by about so many tokens."""
         self._in_flight.generated(tokens)
 
-    def ended(self) -> bool:
-        """It is over, whatever became of it; return whether it had the replica it was sent to last
-        to itself."""
-        self._in_flight.ended()
+    def ended(self, was_served: bool = True) -> bool:
+        """It is over; return whether it had the replica it was sent to last to itself.
+
+        Args:
+            was_served: True if its prompt may have been computed there.
+        """
+        self._in_flight.ended(was_served)
         return self._end_moment()
 
     def reported(self, cached_tokens: int | None) -> None:

@@ -13,7 +13,7 @@ from router.feed.taps import Tap, Taps
 from router.fleet.registry import ReplicaRegistry
 from router.plane.attempts import OWN_LIMITS, RETRIED, Attempt, Failure, Unretried, failure_of
 from router.plane.exchanges import FailedFirst
-from router.plane.proxy_types import End, ProxyObserver
+from router.plane.proxy_types import End, ProxyObserver, is_error
 from router.plane.usage import ResponseIdReader, UsageReader
 from router.policies.types import Candidate
 from router.prompt.endpoints import Endpoint
@@ -381,16 +381,17 @@ class RequestObserver(ProxyObserver):
         self._of_all.metrics.unretried.labels(reason.value).inc()
 
     @override
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
         if self._trace is not None:
             self._trace.began_response()
         replica_id = self._responded = attempt.replica_id
         seconds += self.waited_s
-        if self._booking is not None:
+        was_computed = not is_error(status)
+        if self._booking is not None and was_computed:
             self._booking.first_token()
-        if self._prefill is not None:
+        if self._prefill is not None and was_computed:
             self._prefill.first_token()
-        self._end_prefill()
+        self._end_prefill(was_computed)
         self.request.first_byte_s = seconds
         self._of_all.log.update(self.request)
         self._of_all.replicas.report_served(replica_id)
@@ -433,7 +434,7 @@ class RequestObserver(ProxyObserver):
         if self._trace is not None:
             self._trace.ended_response()
         booking = self._booking
-        was_quiet = booking is not None and booking.ended()
+        was_quiet = booking is not None and booking.ended(not is_error(status))
         self._end_prefill()
         decision, metrics, request = self.decision, self._of_all.metrics, self.request
         seconds += self.waited_s
@@ -470,9 +471,9 @@ class RequestObserver(ProxyObserver):
             self._prefill = of_all.bookings.book_prefill(decision.prefill_placement(prefiller))
         self.request.prefiller = None if prefiller is None else prefiller.replica_id
 
-    def _end_prefill(self) -> None:
+    def _end_prefill(self, was_served: bool = True) -> None:
         if self._prefill is not None:
-            self._prefill.ended()
+            self._prefill.ended(was_served)
             self._prefill.reported(None)
 
     def _label(self) -> str:

@@ -208,6 +208,43 @@ async def test_an_estimate_of_the_core_is_python_s(router: RouterProcess, seed: 
     assert verdicts >= {"near", "over", None}
 
 
+@pytest.mark.parametrize("headers", [{}, DECIDED_BY_PYTHON], ids=["core", "python"])
+async def test_what_an_engine_refuses_was_not_computed(
+    router: RouterProcess, headers: dict[str, str]
+) -> None:
+    """A refusal comes within a millisecond. That was taken for the time of the prefill, so that the
+    model's replicas seemed a hundred times as fast, and the prompt was estimated to be cached."""
+    async with silent(router) as (stub,):
+        stub.behaviour = refusing("400 Bad Request")
+        body = {"model": stub.model, "prompt": prompt_ids(2000, 1)}
+        for number in range(8):
+            assert (await router.post("/v1/completions", body, headers)).status == 400
+            await logged(router, stub.model, 2 + number)
+        metrics = await router.metrics()
+        assert metrics.sum("kvroute_prefill_tokens_per_second", model=stub.model) == 10_000
+        stub.behaviour = answer
+        found = await router.post("/v1/completions", body, headers)
+        assert (found.status, found.headers["x-kv-hit-tokens"]) == (200, "0")
+        await logged(router, stub.model, 10)
+
+
+@pytest.mark.parametrize("report", [{"status": 400}, {"status": 400, "usage": None}])
+async def test_what_a_gateway_says_was_refused_was_not_computed(
+    router: RouterProcess, report: dict[str, Any]
+) -> None:
+    """Whether the core reads the report or Python."""
+    async with silent(router) as (stub,):
+        body = {"model": stub.model, "token_ids": prompt_ids(2000, 1)}
+        for number in range(8):
+            found = (await router.post("/select_and_reserve", body)).json
+            assert found["hit"]["cached_tokens"] == 0
+            path = f"/reservations/{found['selection_id']}"
+            assert (await ask(router.port, "DELETE", path, report)).status == 200
+            await logged(router, stub.model, 2 + number)
+        metrics = await router.metrics()
+        assert metrics.sum("kvroute_prefill_tokens_per_second", model=stub.model) == 10_000
+
+
 async def test_what_never_ends_well_leaves_nothing_in_use(router: RouterProcess) -> None:
     """Of a client that left nobody says what was cached: what its request had stored can be evicted
     all the same, as others need room."""

@@ -70,7 +70,7 @@ class Recorder:
     def on_unretried(self, reason: Unretried) -> None:
         self.unretried.append(reason)
 
-    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
         self.first_bytes.append((attempt.replica_id, seconds))
         self.responded = attempt
 

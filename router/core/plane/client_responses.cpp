@@ -213,7 +213,7 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         ask_.reset();
         const double now = clock_now();
         first_byte_s_ = now - started_at_;
-        booking_->first_byte(now);
+        if (!is_error(head.status)) booking_->first_byte(now);
     } else if (!forward_.is_control) {
         thread_.post(exchange_, FirstByte{head.status});
     }
@@ -467,7 +467,7 @@ bool Client::is_summed(const Ended& ended, bool was_alone) {
 }
 
 void Client::settle(Ended ended) {
-    const bool was_alone = booking_->ended(has_begun_, clock_now());
+    const bool was_alone = booking_->ended(has_begun_ && !is_error(status_), clock_now());
     std::unique_ptr<Booking> booking = std::move(booking_);
     if (!prediction_.is_estimate()) {
         booking.reset();  // an estimate's waits for the engine's usage

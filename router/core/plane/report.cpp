@@ -120,6 +120,7 @@ std::optional<ReportBody> read_report(ReportKind kind, sv body) {
     if (!is_space(body) && (!walk.plain_object(take) || !walk.is_at_end())) return std::nullopt;
     found.has_begun = !is_end || is_completed || found.tokens > 0;
     found.is_whole = is_completed && !has_failed && status == 200;
+    found.is_error = is_error(static_cast<int>(status));
     return found;
 }
 

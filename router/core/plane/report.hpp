@@ -20,6 +20,7 @@ std::optional<Report> report_of(std::string_view method, std::string_view target
 struct ReportBody {
     bool has_begun = true;  // whether the first token must have been there by then
     bool is_whole = true;   // it was served whole, with status 200; of an end
+    bool is_error = false;  // the replica's response was one; likewise
     u64 tokens = 0;         // more of the response
     std::optional<u64> cached_tokens;
     std::string usage;      // what Python reads of the engine's report, as JSON; empty: there is none

@@ -130,6 +130,9 @@ struct Command {
 
 // --- up: what has happened ------------------------------------------------------------------------
 
+// True where the response is an error: its first byte does not show that the prompt was computed.
+constexpr bool is_error(int status) { return status >= 400; }
+
 // How an exchange that was forwarded has ended.
 enum class End : u8 { completed, client_left, client_stalled, replica_died, abandoned };
 // How an attempt failed: before its first byte; `died`, `idle_timeout` and `lost` after it.

@@ -193,7 +193,7 @@ async def test_what_is_expected_at_admission_is_logged_and_compared(observed: Ob
     assert (second.request.cached_tokens, second.request.expected_tokens) == (0, 128)
     assert decision.expected_tokens(decision.ranking[0].candidate) == 128
     for observer, cached in ((first, 0), (second, 128)):
-        observer.on_first_byte(attempt, 0.1)
+        observer.on_first_byte(attempt, 0.1, 200)
         observer.on_chunk(USAGE % cached)
         observer.on_end(End.COMPLETED, 200, 0.2)
     labels = {"model": "m", "replica": "r0"}
@@ -217,7 +217,7 @@ async def test_a_prompt_follows_its_like_while_that_is_in_prefill(observed: Obse
     attempt = next(iter(decision.attempts()))
     observer.on_attempt(attempt)
     assert (await observed.recent())[attempt.replica_id] == 128
-    observer.on_first_byte(attempt, 0.1)
+    observer.on_first_byte(attempt, 0.1, 200)
     observed.now += 1.0
     assert set((await observed.recent()).values()) == {0}
 
@@ -276,7 +276,7 @@ async def test_a_prediction_is_compared_with_what_the_engine_reports(observed: O
         decision, observer = await observed.observe()
         (attempt,) = decision.attempts()
         observer.on_attempt(attempt)
-        observer.on_first_byte(attempt, 0.1)
+        observer.on_first_byte(attempt, 0.1, 200)
         observer.on_chunk(USAGE % reported)
         observer.on_end(End.COMPLETED, 200, 1.0)
         labels = {"model": "m", "replica": "r0", "outcome": outcome}
@@ -289,7 +289,7 @@ async def served(observed: Observed, reported: int, overlaps: bool = False) -> N
     decision, observer = await observed.observe()
     attempt = next(decision.attempts())
     observer.on_attempt(attempt)
-    observer.on_first_byte(attempt, 0.1)
+    observer.on_first_byte(attempt, 0.1, 200)
     if overlaps:
         _, other = await observed.observe()
         other.on_attempt(attempt)
