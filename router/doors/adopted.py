@@ -118,9 +118,15 @@ class _CoreObserver:
         show = self.observers.show
         self.request = show(self.number, self.settled, RESERVE_PATH, self.policy)
 
-    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:  # noqa: ARG002
+    def on_first_byte(
+        self,
+        attempt: Attempt,  # noqa: ARG002
+        seconds: float,
+        status: int,
+        is_whole: bool | None = None,
+    ) -> None:
         if not is_error(status):
-            self.booking.first_byte()
+            self.booking.first_byte(not is_whole)
         self.settled = self.settled._replace(first_byte_s=seconds)
         self.request.first_byte_s = seconds
         self.observers.log.update(self.request)

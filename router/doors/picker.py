@@ -282,7 +282,7 @@ class Pick:
         reservation = self._reservation
         if reservation is not None and not reservation.is_over:
             if piece.body:
-                reservation.prefill_complete(status=self._status or 200)
+                reservation.prefill_complete(status=self._status or 200, is_whole=None)
                 reservation.observer.on_chunk(piece.body)
                 reservation.touch()
             if piece.end_of_stream:

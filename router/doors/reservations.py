@@ -152,16 +152,19 @@ class Reservation:
         """Seconds from its beginning to a moment; None: now."""
         return (self._clock() if at is None else at) - self._started_at
 
-    def prefill_complete(self, at: float | None = None, status: int = 200) -> None:
+    def prefill_complete(
+        self, at: float | None = None, status: int = 200, is_whole: bool | None = False
+    ) -> None:
         """Report the first token of the response.
 
         Args:
             at: When, by the clock; None: now.
             status: The replica's.
+            is_whole: See `ResponseObserver.on_first_byte`.
         """
         if not self.has_begun and not self.is_over:
             self.has_begun = True
-            self.observer.on_first_byte(self.attempt, self._seconds(at), status)
+            self.observer.on_first_byte(self.attempt, self._seconds(at), status, is_whole)
 
     def output(self, tokens: int, at: float | None = None) -> None:
         """Report more tokens of the response.
@@ -207,7 +210,7 @@ class Reservation:
     ) -> None:
         if outcome is Outcome.COMPLETED and not self.has_begun:
             self.has_begun = True  # a response that is not streamed is there at once
-            self.observer.on_first_byte(self.attempt, seconds, status or 200)
+            self.observer.on_first_byte(self.attempt, seconds, status or 200, is_whole=True)
         if failure is None and status is not None and status >= 500:
             failure = Failure.UNAVAILABLE if status in _NOT_NOW else Failure.SERVER_ERROR
         if failure is not None:

@@ -16,7 +16,7 @@ from router.plane.exchanges import FailedFirst
 from router.plane.proxy_types import End, ProxyObserver, is_error
 from router.plane.usage import ResponseIdReader, UsageReader
 from router.policies.types import Candidate
-from router.prompt.endpoints import Endpoint
+from router.prompt.endpoints import FORMS, Endpoint
 from router.routing.booking import Booking, Bookings
 from router.routing.decision import Decision
 from router.routing.question import Placement
@@ -381,16 +381,19 @@ class RequestObserver(ProxyObserver):
         self._of_all.metrics.unretried.labels(reason.value).inc()
 
     @override
-    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
+    def on_first_byte(
+        self, attempt: Attempt, seconds: float, status: int, is_whole: bool | None = None
+    ) -> None:
         if self._trace is not None:
             self._trace.began_response()
         replica_id = self._responded = attempt.replica_id
         seconds += self.waited_s
         was_computed = not is_error(status)
+        is_timed = not (self._is_generated_whole if is_whole is None else is_whole)
         if self._booking is not None and was_computed:
-            self._booking.first_token()
+            self._booking.first_token(is_timed)
         if self._prefill is not None and was_computed:
-            self._prefill.first_token()
+            self._prefill.first_token(is_timed)
         self._end_prefill(was_computed)
         self.request.first_byte_s = seconds
         self._of_all.log.update(self.request)
@@ -475,6 +478,12 @@ class RequestObserver(ProxyObserver):
         if self._prefill is not None:
             self._prefill.ended(was_served)
             self._prefill.reported(None)
+
+    @property
+    def _is_generated_whole(self) -> bool:
+        """Return whether its response begins once all of it is generated."""
+        spec = self.decision.asked.spec
+        return spec is not None and not spec.stream and FORMS[spec.endpoint].generates
 
     def _label(self) -> str:
         """The replica that responded. The series of one that was removed meanwhile are gone, and

@@ -220,12 +220,52 @@ async def test_what_an_engine_refuses_was_not_computed(
         for number in range(8):
             assert (await router.post("/v1/completions", body, headers)).status == 400
             await logged(router, stub.model, 2 + number)
-        metrics = await router.metrics()
-        assert metrics.sum("kvroute_prefill_tokens_per_second", model=stub.model) == 10_000
+        assert await speed_of(router, stub.model) == 10_000
         stub.behaviour = answer
         found = await router.post("/v1/completions", body, headers)
         assert (found.status, found.headers["x-kv-hit-tokens"]) == (200, "0")
         await logged(router, stub.model, 10)
+
+
+async def speed_of(router: RouterProcess, model: str) -> float:
+    """What was learned of how fast a model's replicas compute prompts; 10,000 before that."""
+    return (await router.metrics()).sum("kvroute_prefill_tokens_per_second", model=model)
+
+
+@pytest.mark.parametrize("headers", [{}, DECIDED_BY_PYTHON], ids=["core", "python"])
+async def test_only_streams_show_how_fast_prompts_are_computed(
+    router: RouterProcess, headers: dict[str, str]
+) -> None:
+    """Any other response begins when all of it has been generated: seconds of decoding were taken
+    for the time of the prefill."""
+    async with silent(router) as (stub,):
+        for number in range(3):
+            body = {"model": stub.model, "prompt": prompt_ids(2000, number)}
+            assert (await router.post("/v1/completions", body, headers)).status == 200
+            await logged(router, stub.model, 2 + number)
+        assert await speed_of(router, stub.model) == 10_000
+        body = {"model": stub.model, "prompt": prompt_ids(2000, 3), "stream": True}
+        assert (await router.post("/v1/completions", body, headers)).status == 200
+        await logged(router, stub.model, 5)
+        assert await speed_of(router, stub.model) != 10_000
+
+
+@pytest.mark.parametrize("more", [{}, {"avoid": []}], ids=["core", "python"])
+async def test_only_a_report_of_the_first_token_shows_how_fast_a_prompt_was_computed(
+    router: RouterProcess, more: dict[str, Any]
+) -> None:
+    """The end of a response that a gateway reports alone is not that."""
+    async with silent(router) as (stub,):
+        body = {"model": stub.model, "token_ids": prompt_ids(2000, 1), **more}
+        for reports, is_learned in ((), False), (("prefill_complete",), True):
+            found = (await router.post("/select_and_reserve", body)).json
+            path = f"/reservations/{found['selection_id']}"
+            for report in reports:
+                assert (await router.post(f"{path}/{report}")).status == 200
+            assert (await ask(router.port, "DELETE", path)).status == 200
+            await router.until_idle()
+            assert (await speed_of(router, stub.model) != 10_000) is is_learned
+            body = {**body, "token_ids": prompt_ids(2000, 2)}
 
 
 @pytest.mark.parametrize("report", [{"status": 400}, {"status": 400, "usage": None}])
@@ -241,8 +281,7 @@ async def test_what_a_gateway_says_was_refused_was_not_computed(
             path = f"/reservations/{found['selection_id']}"
             assert (await ask(router.port, "DELETE", path, report)).status == 200
             await logged(router, stub.model, 2 + number)
-        metrics = await router.metrics()
-        assert metrics.sum("kvroute_prefill_tokens_per_second", model=stub.model) == 10_000
+        assert await speed_of(router, stub.model) == 10_000
 
 
 async def test_what_never_ends_well_leaves_nothing_in_use(router: RouterProcess) -> None:

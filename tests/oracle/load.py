@@ -256,7 +256,7 @@ class InFlight:
         self._phase = _Phase.PREFILL
         self._loads = tracker.enter(replica_id, uncached_tokens, dp_rank)
 
-    def first_token(self) -> None:
+    def first_token(self, is_timed: bool = True) -> None:
         """The first byte of the response has arrived: its prefill is done."""
         if self._phase is not _Phase.PREFILL:
             return
@@ -268,7 +268,7 @@ class InFlight:
             load.decoding_requests += 1
             load.context_tokens += self._context_tokens
         if self._visit is not None:
-            self._visit.first_token()
+            self._visit.first_token(is_timed)
 
     def generated(self, tokens: int) -> None:
         """The response grew by about *tokens*, and so did its context."""

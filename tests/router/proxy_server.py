@@ -70,7 +70,9 @@ class Recorder:
     def on_unretried(self, reason: Unretried) -> None:
         self.unretried.append(reason)
 
-    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
+    def on_first_byte(
+        self, attempt: Attempt, seconds: float, status: int, is_whole: bool | None = None
+    ) -> None:
         self.first_bytes.append((attempt.replica_id, seconds))
         self.responded = attempt
 

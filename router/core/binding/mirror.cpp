@@ -49,10 +49,10 @@ public:
     u64 number() const { return visit_->number; }
     Tokens expected_tokens() const { return visit_->expected_tokens(); }
 
-    void first_token() {
+    void first_token(bool is_timed) {
         const double now = time_of(clock_);
         Guarded guarded(books_->mutex);
-        books_->mirror->first_token(visit_, now);
+        books_->mirror->first_token(visit_, is_timed, now);
     }
 
     void ended(bool was_served) {
@@ -437,7 +437,7 @@ void kvroute::binding::bind_mirror(nb::module_& module) {
     nb::class_<Visit>(module, "Visit")
         .def_prop_ro("number", &Visit::number)
         .def_prop_ro("expected_tokens", &Visit::expected_tokens)
-        .def("first_token", &Visit::first_token)
+        .def("first_token", &Visit::first_token, nb::arg("is_timed") = true)
         .def("ended", &Visit::ended, nb::arg("was_served") = true);
 
     nb::class_<LoadPrices>(module, "LoadPrices")

@@ -64,9 +64,9 @@ struct BookingHandle {
     BookingHandle& operator=(BookingHandle&&) = default;
     ~BookingHandle() { let_go_of(booking); }
 
-    void first_byte() {
+    void first_byte(bool is_timed) {
         nb::gil_scoped_release released;
-        booking->first_byte(clock_now());
+        booking->first_byte(is_timed, clock_now());
     }
     void generated(u64 events) {
         nb::gil_scoped_release released;

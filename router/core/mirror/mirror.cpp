@@ -139,9 +139,9 @@ std::shared_ptr<Visit> Mirror::new_visit(const Sent& sent, const std::shared_ptr
     return visit;
 }
 
-void Mirror::first_token(const std::shared_ptr<Visit>& visit, double now) {
+void Mirror::first_token(const std::shared_ptr<Visit>& visit, bool is_timed, double now) {
     if (!visit->is_in_prefill) return;
-    learn_from_prefill(*visit, now);
+    if (is_timed) learn_from_prefill(*visit, now);
     leave_prefill(*visit, true, now);
     visit->is_decoding = true;
     count_decoding(*visit, 1);

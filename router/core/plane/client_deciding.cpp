@@ -210,7 +210,7 @@ bool Client::is_noted() {
     Reservations& reservations = decider->reservations();
     Reservations::Noted noted = reservations.note(report_.id, *report, is_over, now);
     if (noted.booking == nullptr) return false;
-    if (report->has_begun && !report->is_error) noted.booking->first_byte(now);
+    if (report->has_begun && !report->is_error) noted.booking->first_byte(!is_over, now);
     const bool was_alone = is_over && noted.booking->ended(!report->is_error, now);
     if (noted.record != nullptr && is_summed(*noted.record, *report, was_alone, now)) {
         reservations.count_completed();

@@ -213,7 +213,7 @@ void Client::begin_response(const http::ResponseHead& head, std::string& out) {
         ask_.reset();
         const double now = clock_now();
         first_byte_s_ = now - started_at_;
-        if (!is_error(head.status)) booking_->first_byte(now);
+        if (!is_error(head.status)) booking_->first_byte(asked_.is_stream, now);
     } else if (!forward_.is_control) {
         thread_.post(exchange_, FirstByte{head.status});
     }

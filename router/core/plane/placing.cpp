@@ -37,11 +37,11 @@ public:
 
     u64 expected_tokens() const { return static_cast<u64>(visit_->expected_tokens()); }
 
-    void first_byte(double now) override {
+    void first_byte(bool is_timed, double now) override {
         const Unfailing unfailing;
         std::lock_guard locked(books_->mutex);
         if (!flight_.first_token()) return;
-        books_->mirror->first_token(visit_, now);
+        books_->mirror->first_token(visit_, is_timed, now);
         if (estimated_) estimated_->first_token();
     }
     void generated(u64 events, double) override {

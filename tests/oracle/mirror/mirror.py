@@ -173,10 +173,14 @@ class Visit:
         hit_keys = -(-self.found.tokens // STEP) if is_known else len(use.keys)
         self._cache.order.take(taken, hit_keys, self._cache.layout.held_blocks_per_key)
 
-    def first_token(self) -> None:
-        """Its prefill is done."""
+    def first_token(self, is_timed: bool = True) -> None:
+        """Its prefill is done.
+
+        Args:
+            is_timed: Whether just now.
+        """
         if self._mirror is not None:
-            self._mirror.end_prefill(self, self._cache, self.model)
+            self._mirror.end_prefill(self, self._cache, self.model, is_timed)
 
     def ended(self, was_served: bool = True) -> None:
         """It is over.
@@ -292,7 +296,7 @@ class ReferenceMirror:
         self._enter_prefill(visit, cache, now)
         return visit
 
-    def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic) -> None:
+    def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic, is_timed: bool) -> None:
         """A visit's first token came.
 
         Args:
@@ -303,7 +307,7 @@ class ReferenceMirror:
         if visit not in cache.prefilling:
             return
         now = self._clock()
-        if cache.first is visit:
+        if cache.first is visit and is_timed:
             seconds = (now - cache.first_since) * cache.speed
             if not visit.loads:
                 model.prefilled(visit.uncached_tokens, seconds)

@@ -928,7 +928,9 @@ async def test_a_client_that_leaves_before_it_is_sent_for_costs_no_replica_anyth
 
 
 class FailsAtTheFirstByte(Recorder):
-    def on_first_byte(self, attempt: Attempt, seconds: float, status: int) -> None:
+    def on_first_byte(
+        self, attempt: Attempt, seconds: float, status: int, is_whole: bool | None = None
+    ) -> None:
         raise KeyError("bug")
 
 

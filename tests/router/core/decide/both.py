@@ -42,9 +42,9 @@ class BothVisits:
         self._both = python, native
         self.expected_tokens = same(python.expected_tokens, native.expected_tokens)
 
-    def first_token(self) -> None:
+    def first_token(self, is_timed: bool = True) -> None:
         for visit in self._both:
-            visit.first_token()
+            visit.first_token(is_timed)
 
     def ended(self, was_served: bool = True) -> None:
         for visit in self._both:

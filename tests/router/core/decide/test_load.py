@@ -40,8 +40,8 @@ class _Visit:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def first_token(self) -> None:
-        self.heard.append("first token")
+    def first_token(self, is_timed: bool = True) -> None:
+        self.heard.append(f"first token, {is_timed}")
 
     def ended(self, was_served: bool = True) -> None:
         self.heard.append(was_served)

@@ -182,9 +182,9 @@ class MirrorsSideBySide(RuleBasedStateMachine):
         self.visits.append(self.mirrors.begin(model, index, source, hashed, total, total))
 
     @precondition(lambda self: self.visits)
-    @rule(data=st.data())
-    def first_token(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.visits)).first_token()
+    @rule(data=st.data(), is_timed=st.booleans())
+    def first_token(self, data: st.DataObject, is_timed: bool) -> None:
+        data.draw(st.sampled_from(self.visits)).first_token(is_timed)
 
     @precondition(lambda self: self.visits)
     @rule(data=st.data(), was_served=st.booleans())

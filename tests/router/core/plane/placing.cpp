@@ -88,7 +88,7 @@ Ask ask_of(std::mt19937& random) {
 
 // Takes any way through its calls: some bookings are never touched again.
 void live(Booking& booking, std::mt19937& random, double now) {
-    if (random() % 4) booking.first_byte(now);
+    if (random() % 4) booking.first_byte(random() % 2, now);
     if (random() % 4) booking.generated(3, now);
     if (random() % 4) booking.ended(random() % 2, now);
     if (random() % 2) booking.reported(random() % 500, now);

@@ -24,7 +24,7 @@ class Counted final : public Booking {
 public:
     Counted() { ++booked; }
     ~Counted() override { ++gone; }
-    void first_byte(double) override {}
+    void first_byte(bool, double) override {}
     void generated(u64, double) override {}
     bool ended(bool, double) override { return ++::ended > 0; }
     void reported(std::optional<std::int64_t>, double) override {}
@@ -79,7 +79,7 @@ void reserve_and_report(const std::shared_ptr<Reservations>& all, unsigned seed)
         report.tokens = 3;
         report.cached_tokens = 7;
         if (const auto noted = all->note(other, report, false, round); noted.booking) {
-            noted.booking->first_byte(0);
+            noted.booking->first_byte(true, 0);
             if (noted.record) has_failed = true;
         }
         if (auto noted = all->note(other, report, true, round); noted.booking) {
