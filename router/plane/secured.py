@@ -12,6 +12,9 @@ from router._core import TlsContext, load_tls
 class NoTls(Exception):
     """TLS has no library, or a file cannot be used."""
 
+    is_towards_clients = False
+    """True if the file is shown to clients, or they are trusted by it."""
+
 
 class PemFiles(NamedTuple):
     """Paths of PEM files; empty: no such file."""
@@ -39,11 +42,16 @@ class Secured(NamedTuple):
         Raises:
             NoTls: A file cannot be used.
         """
+        clients = None
         try:
-            return cls(
-                TlsContext.for_clients(*towards_clients) if towards_clients else None,
-                TlsContext.for_servers(*towards_replicas),
-            )
+            if towards_clients is not None:
+                clients = TlsContext.for_clients(*towards_clients)
+        except ValueError as error:
+            found = NoTls(str(error))
+            found.is_towards_clients = True
+            raise found from None
+        try:
+            return cls(clients, TlsContext.for_servers(*towards_replicas))
         except ValueError as error:
             raise NoTls(str(error)) from None
 

@@ -215,9 +215,8 @@ class PlaneCertificates:
         try:
             self.secured = Secured.made(listener, _pem_files(self._replicas))
         except NoTls as error:
-            raise ConfigError(
-                [ConfigProblem(LISTENER if listener else REPLICAS, str(error))]
-            ) from None
+            place = LISTENER if error.is_towards_clients else REPLICAS
+            raise ConfigError([ConfigProblem(place, str(error))]) from None
 
 
 def _pem_files(certificate: Certificate | None) -> PemFiles:
