@@ -6,7 +6,7 @@ from importlib import import_module
 
 from router.errors import RouterError
 
-CORE_VERSION = 48
+CORE_VERSION = 49
 """The version of the module's interface, also in core/binding/module.cpp."""
 
 

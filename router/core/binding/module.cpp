@@ -7,7 +7,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 48;  // as CORE_VERSION of router/index/compiled.py
+    module.attr("core_version") = 49;  // as CORE_VERSION of router/index/compiled.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
     kvroute::keep_back_memory();
