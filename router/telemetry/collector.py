@@ -287,8 +287,9 @@ class _Scaling:
     are too small."""
 
     speeds: Annotated[Mapping[str, float], gauge("kvroute_prefill_tokens_per_second", "model")]
-    """Prompt tokens that a replica of `speed` 1 computes in a second, as observed where first
-    tokens are seen: of streams and embeddings; 10,000 before any was."""
+    """Prompt tokens that a replica of `speed` 1 computes in a second, as observed: by streams and
+    embeddings, whose first tokens are seen, or by whole responses as long as there are no others;
+    10,000 before any was."""
     backlogs: Annotated[_Numbers, gauge("kvroute_prefill_backlog_seconds", "model", "replica")]
     """How long a replica needs for the uncached prompt tokens that wait for a first token."""
     pressures: Annotated[_Numbers, gauge("kvroute_cache_pressure", *_SOURCE)]

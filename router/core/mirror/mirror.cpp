@@ -65,13 +65,14 @@ void drop_tokens(Visit& visit) {
 }
 
 // Learns how fast a model computes, or a cache loads, from the first prompt in prefill there.
-void learn_from_prefill(const Visit& visit, double now) {
+void learn_from_prefill(const Visit& visit, bool is_timed, double now) {
     Cache& cache = *visit.at;
     if (cache.prefilling.front() != &visit) return;
     const double seconds = (now - cache.first_since) * cache.speed;
     if (visit.loads.empty()) {
-        visit.traffic->prefilled(visit.uncached_tokens, seconds);
-    } else if (cache.first_since == visit.started_at) {  // else part of it passed behind another one
+        visit.traffic->prefilled(visit.uncached_tokens, seconds, is_timed);
+    } else if (is_timed && cache.first_since == visit.started_at) {
+        // Else part of it passed behind another one.
         const double cost = seconds * visit.traffic->prefill_tokens_per_s() -
                             static_cast<double>(visit.uncached_tokens);
         cache.prices.loaded(visit.loads, cost);
@@ -141,7 +142,7 @@ std::shared_ptr<Visit> Mirror::new_visit(const Sent& sent, const std::shared_ptr
 
 void Mirror::first_token(const std::shared_ptr<Visit>& visit, bool is_timed, double now) {
     if (!visit->is_in_prefill) return;
-    if (is_timed) learn_from_prefill(*visit, now);
+    learn_from_prefill(*visit, is_timed, now);
     leave_prefill(*visit, true, now);
     visit->is_decoding = true;
     count_decoding(*visit, 1);

@@ -110,7 +110,7 @@ public:
     // --- what is sent ---
 
     std::shared_ptr<Visit> begin(const Sent& sent, double now);
-    // A visit's first token came. `is_timed`: just now, so that it shows how fast the cache computes.
+    // A visit's first token came. `is_timed`: just now, and not all tokens with it.
     void first_token(const std::shared_ptr<Visit>& visit, bool is_timed, double now);
     // A visit is over. `was_served`: its prompt may be cached there now.
     void ended(const std::shared_ptr<Visit>& visit, bool was_served, double now);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace kvroute::mirror {
 
@@ -117,8 +118,10 @@ void ModelTraffic::ended(const std::shared_ptr<Use>& use, double now) {
     }
 }
 
-void ModelTraffic::prefilled(Tokens tokens, double seconds) {
-    if (tokens >= kLeastPrefill) speed_.add(static_cast<double>(tokens), seconds);
+void ModelTraffic::prefilled(Tokens tokens, double seconds, bool is_timed) {
+    if (tokens < kLeastPrefill || (has_timed_ && !is_timed)) return;
+    if (is_timed && !std::exchange(has_timed_, true)) speed_ = first_guess();
+    speed_.add(static_cast<double>(tokens), seconds);
 }
 
 }  // namespace kvroute::mirror

@@ -99,7 +99,7 @@ public:
 
     // `max_keys`: bound on the keys of which the last use is remembered.
     explicit ModelTraffic(std::size_t max_keys)
-        : max_keys_(max_keys), speed_(kFirstGuessTokensPerS, 0.1, kPrefills) {}
+        : max_keys_(max_keys), speed_(first_guess()) {}
 
     // Returns the rate of a replica at speed 1.
     double prefill_tokens_per_s() const { return speed_.value(); }
@@ -109,14 +109,18 @@ public:
     // A request has ended.
     void ended(const std::shared_ptr<Use>& use, double now);
     // A cache has computed the uncached tokens of a prompt, as they were predicted, and spent that
-    // time on it, at speed 1.
-    void prefilled(Tokens tokens, double seconds);
+    // time on it, at speed 1. `is_timed`: no more than on that; what is not is forgotten and counts
+    // no more once any is.
+    void prefilled(Tokens tokens, double seconds, bool is_timed);
     // Returns the probability that what has been idle for so long will be used again.
     double reuse_probability(double idle_s) const { return reuse_.probability(idle_s); }
 
 private:
+    static FadingRatio first_guess() { return {kFirstGuessTokensPerS, 0.1, kPrefills}; }
+
     std::size_t max_keys_;
     FadingRatio speed_;
+    bool has_timed_ = false;
     Ownership uses_;
     ReuseIntervals reuse_;
     u64 requests_ = 0, estimated_at_ = 0;

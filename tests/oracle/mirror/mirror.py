@@ -307,11 +307,12 @@ class ReferenceMirror:
         if visit not in cache.prefilling:
             return
         now = self._clock()
-        if cache.first is visit and is_timed:
+        if cache.first is visit:
             seconds = (now - cache.first_since) * cache.speed
             if not visit.loads:
-                model.prefilled(visit.uncached_tokens, seconds)
-            elif cache.first_since == visit.started_at:  # else part of it passed behind another one
+                model.prefilled(visit.uncached_tokens, seconds, is_timed)
+            elif is_timed and cache.first_since == visit.started_at:
+                # Else part of it passed behind another one.
                 cost = seconds * model.prefill_tokens_per_s - visit.uncached_tokens
                 cache.prices.loaded(visit.loads, cost)
         self._leave_prefill(visit, cache, True, now)

@@ -164,8 +164,20 @@ def test_only_long_prefills_tell_the_speed() -> None:
     """A step costs some milliseconds however few its tokens."""
     traffic = ModelTraffic(100)
     for _ in range(300):
-        traffic.prefilled(4000, 0.5)
-        traffic.prefilled(40, 0.02)
+        traffic.prefilled(4000, 0.5, is_timed=True)
+        traffic.prefilled(40, 0.02, is_timed=True)
+    assert traffic.prefill_tokens_per_s == pytest.approx(8000, rel=0.01)
+
+
+def test_whole_responses_tell_the_speed_until_a_first_token_is_seen() -> None:
+    """They take the time of all their tokens."""
+    traffic = ModelTraffic(100)
+    for _ in range(300):
+        traffic.prefilled(4000, 5.0, is_timed=False)
+    assert traffic.prefill_tokens_per_s == pytest.approx(800, rel=0.01)
+    for _ in range(300):
+        traffic.prefilled(4000, 0.5, is_timed=True)
+        traffic.prefilled(4000, 5.0, is_timed=False)
     assert traffic.prefill_tokens_per_s == pytest.approx(8000, rel=0.01)
 
 

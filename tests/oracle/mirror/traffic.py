@@ -157,7 +157,8 @@ class ModelTraffic:
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self._speed = FadingRatio(self.FIRST_GUESS_TOKENS_PER_S, 0.1, self.PREFILLS)
+        self._speed = self._first_guess()
+        self._has_timed = False
         self._uses = Ownership()
         self._reuse = ReuseIntervals()
         self._requests = self._estimated_at = 0
@@ -199,14 +200,22 @@ class ModelTraffic:
             self._estimated_at = self._requests
             self._reuse.estimate(list(self._uses.ended()), now)
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
+    def _first_guess(self) -> FadingRatio:
+        return FadingRatio(self.FIRST_GUESS_TOKENS_PER_S, 0.1, self.PREFILLS)
+
+    def prefilled(self, tokens: int, seconds: float, is_timed: bool) -> None:
         """A cache has computed the uncached tokens of a prompt.
 
         Args:
             tokens: Uncached ones, as predicted.
             seconds: That it spent on this prompt, at speed 1.
+            is_timed: Whether no more than on that; what is not counts until any is.
         """
-        if tokens >= self.LEAST_PREFILL:
+        if tokens < self.LEAST_PREFILL:
+            return
+        if is_timed and not self._has_timed:
+            self._has_timed, self._speed = True, self._first_guess()
+        if is_timed or not self._has_timed:
             self._speed.add(tokens, seconds)
 
     def reuse_probability(self, idle_s: float) -> float:
