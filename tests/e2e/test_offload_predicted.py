@@ -19,7 +19,7 @@ from kvevents.publisher import announce
 from offload.config import CacheConfig
 from router.index.base import Hit, SourceId
 from router.index.index import PrefixIndex
-from tests.support.cache_driver import CHAIN, Job
+from tests.support.cache_driver import CHAIN, Job, free_ids
 from tests.support.cache_layouts import GROUPS, config_of, variants
 from tests.support.cache_workload import LONGEST, CacheWorkload
 from tests.support.offload_driver import OffloadDriver, TensorPages
@@ -74,7 +74,7 @@ class Running:
     def step(self) -> None:
         """One step; now and then the GPU loses all that is not in use."""
         if self.steps % 8 == 0:
-            self.driver.cache.evict_blocks(range(1, self.config.num_blocks))
+            self.driver.cache.evict_blocks(free_ids(self.driver.cache.pool))
         self.steps += 1
         self.workload.step()
         self.publish(self.driver.events)

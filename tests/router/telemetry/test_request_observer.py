@@ -150,7 +150,7 @@ async def test_the_series_of_a_model_do_not_come_back_by_a_request_that_outlived
     decision, observer = await observed.observe(model="retired")
     (attempt,) = decision.attempts()
     observer.on_attempt(attempt)
-    observer.on_first_byte(attempt, 0.5)
+    observer.on_first_byte(attempt, 0.5, 200)
     observed.registry.remove("r0")
     assert models.forget_all_but(()) == ["retired"]
     observed.observers.forget_replica("r0")
