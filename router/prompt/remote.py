@@ -127,9 +127,9 @@ class RemoteTokenizer:
             body, digest = await asyncio.to_thread(_request_body, prompt, model)
         else:
             body, digest = _request_body(prompt, model)
-        # A template may write the date, and midnight is where the replica is.
-        day = str(self._clock() // _ZONES_APART_S) if isinstance(prompt, ChatPrompt) else ""
-        ids = await self._ask(body, (cache_salt, digest + day))
+        # A template may write the date, which changes at a quarter of an hour in every time zone.
+        quarter = str(self._clock() // _ZONES_APART_S) if isinstance(prompt, ChatPrompt) else ""
+        ids = await self._ask(body, (cache_salt, digest + quarter))
         truncation = prompt.truncation
         if truncation is None or not truncation.cuts(len(ids)):
             return ids
@@ -138,7 +138,7 @@ class RemoteTokenizer:
         # The text gives way, and the special tokens stay: which of the ids those are, shows what
         # the replica makes of the same text without them.
         body, digest = _request_body(replace(prompt, add_special_tokens=False), model)
-        ends = ends_of(ids, await self._ask(body, (cache_salt, digest + day)))
+        ends = ends_of(ids, await self._ask(body, (cache_salt, digest + quarter)))
         if ends is None:
             raise UntokenizableError("truncation")
         return truncate(ids, truncation, ends)

@@ -17,14 +17,8 @@ _FIELDS = ("tool_call_id", "name", "phase", "reasoning_content", "prefix")
 def as_sglang(
     messages: Sequence[Mapping[str, Any]], form: ContentForm, media_mark: str | None = None
 ) -> list[_Message]:
-    """Return new messages in *form*; a last one of the assistant becomes the user's.
-
-    Args:
-        messages: Checked messages of a chat request.
-        media_mark: Text to write for images, audio and video. None gives a template of the
-            `openai` form the part that it gets in the engine, and writes nothing into one of the
-            `string` form.
-    """
+    """Return new messages in *form*, as `conversation.normalise` does by vLLM's rules; a last one
+    of the assistant becomes the user's."""
     found = [_message(message, form, media_mark) for message in messages]
     last = found[-1]
     if last["role"] == "assistant" and isinstance(last["content"], str):
