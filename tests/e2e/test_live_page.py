@@ -405,8 +405,6 @@ async def test_an_open_row_shows_its_hour_and_drains_its_replica(router: RouterP
         ids = prompt_ids(96, 85)
         stub.store(ids)
         await router.until_applied(stub)
-        await complete(router, stub.model, [*ids, 7])
-        stub.slide_on(ids)
         await page.goto(router.url)
         row = row_of(page, stub)
         await expect(row.locator(".insight")).to_be_hidden()
@@ -418,6 +416,7 @@ async def test_an_open_row_shows_its_hour_and_drains_its_replica(router: RouterP
             await complete(router, stub.model, [*ids, 7])  # the step now may have had none yet
             assert time.monotonic() < deadline
         await expect(charts.nth(4).locator(".line")).to_have_attribute("d", re.compile("^M"))
+        stub.slide_on(ids)
         fills = row.locator(".fills .text")
         await expect(fills.nth(0)).to_have_text("96 tokens held")
         await expect(fills.nth(1)).to_have_text(
