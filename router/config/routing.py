@@ -4,7 +4,7 @@ wait."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -73,6 +73,11 @@ class PrefillConfig(Section, frozen=True):
 
     Change it when moving a prompt's cache between replicas costs less (lower) or more (higher) than
     to compute so much beside running responses; llm-d's `nonCachedTokens`."""
+    handed_over_by: Literal["sidecar", "router"] = "sidecar"
+    """Who has the other replica compute the prompt, for requests through the proxy.
+
+    Change it when no sidecar stands before the replicas: with `router`, vLLM's `NixlConnector` or a
+    store that the engines share moves the cache."""
 
 
 class OverloadConfig(Section, frozen=True):

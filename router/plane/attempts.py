@@ -42,6 +42,30 @@ class Attempt(msgspec.Struct, frozen=True):
     observer."""
     prefiller: Candidate | None = None
     """The replica that computes the prompt, where that is another one; for the observer."""
+    prefill: PrefillStep | None = None
+    """Comes before it, where the router has the prompt computed there."""
+
+
+class PrefillStep(msgspec.Struct, frozen=True):
+    """Has another replica compute the prompt of an attempt."""
+
+    at: Attempt
+    """What that replica gets."""
+    hand_over: Callable[[bytes, bytes], bytes]
+    """Returns the body for the replica that responds, from the one it would get otherwise and what
+    the other one has responded."""
+
+
+class PrefillFailed(Exception):
+    """A prompt was not computed by another replica, so the one that responds computes it.
+
+    Args:
+        failure: How that replica failed; None if it did not.
+    """
+
+    def __init__(self, failure: Failure | None) -> None:
+        super().__init__("" if failure is None else failure.value)
+        self.failure = failure
 
 
 class Failure(Enum):

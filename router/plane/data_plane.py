@@ -211,6 +211,7 @@ class DataPlane:
         """
         if self._plane is not None:
             self._plane.give_up(origin, silent_s)
+            self.proxy.give_up(origin)
 
     def counts(self) -> dict[str, int]:
         return {} if self._plane is None else self._plane.counts()

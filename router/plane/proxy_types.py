@@ -52,6 +52,8 @@ class ProxyRequest(msgspec.Struct, frozen=True):
     timeouts: Timeouts | None = None
     """Replace the proxy's own. A response that is not streamed has its first byte only when all of
     it was generated."""
+    client_keys: tuple[Header, ...] = ()
+    """The client's headers with a key that replicas check."""
 
 
 def is_error(status: int | None) -> bool:
@@ -124,6 +126,20 @@ class ProxyObserver(ResponseObserver, Protocol):
 
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
+
+    def on_prefilled(self, response: bytes) -> None:
+        """The prompt of the attempt has been computed by its other replica.
+
+        Args:
+            response: What that has responded; its usage is of the prompt there.
+        """
+
+    def on_unprefilled(self, attempt: Attempt, failure: Failure | None) -> None:
+        """It has not, and is computed where the request is sent.
+
+        Args:
+            failure: How the other replica failed; None if it did not.
+        """
 
     def is_at_ease(self, attempt: Attempt) -> bool:
         """Return whether the candidate serves its requests and has room for this one too: then a

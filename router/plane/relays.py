@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from async_timeout import timeout
+from msgspec.structs import replace
 
 from router._core import Plane
 from router.config.origin import Header, Timeouts
@@ -20,6 +22,8 @@ from router.plane.attempts import (
     OWN_LIMITS,
     Attempt,
     Failure,
+    PrefillFailed,
+    PrefillStep,
     RequestRetries,
     RetryBudget,
     RetryLimits,
@@ -36,6 +40,8 @@ DIALECTS = (Dialect.OPENAI, Dialect.ANTHROPIC)
 """The dialects, by the core's numbers."""
 MAY_REUSE, IS_CONTROL, WANTS_ID = 1, 2, 4
 """Flags of `Plane.forward`."""
+SendPrefill: TypeAlias = Callable[[Attempt, bytes, tuple[Header, ...], Timeouts], Awaitable[bytes]]
+"""`PrefillRequests.send`."""
 _KEPT_CLOSED = Failure.KEPT_CLOSED.value
 _TOO_MANY = 429
 _RETRY_AFTER_S = 1
@@ -81,9 +87,20 @@ class PlaneProxy:
     """Sends requests to replicas, and their responses to the clients, by the core's sockets."""
 
     def __init__(
-        self, timeouts: Timeouts, retries: RetryLimits, on_shortage: Callable[[str], object]
+        self,
+        timeouts: Timeouts,
+        retries: RetryLimits,
+        on_shortage: Callable[[str], object],
+        send_prefill: SendPrefill | None = None,
     ) -> None:
+        """
+        Args:
+            timeouts: Of every request without its own.
+            on_shortage: Called with what the router has run out of.
+            send_prefill: Has prompts computed, for attempts with a step for that.
+        """
         self.timeouts = timeouts
+        self.send_prefill = send_prefill
         self.addresses = Addresses()
         self.on_shortage = on_shortage
         self.plane: Plane | None = None
@@ -92,6 +109,11 @@ class PlaneProxy:
         """The relays, by the number of the exchange."""
         self._retry_budget = RetryBudget(retries)
         self.tasks: set[asyncio.Task[None]] = set()
+
+    def give_up(self, origin: str) -> None:
+        """Wait no longer for prompts at a replica that is known not to respond."""
+        for relay in list(self.relays.values()):
+            relay.give_up_prefill(origin)
 
     def count_requests(self, count: int = 1) -> None:
         """Count requests that replicas got, of which a share may be tried again."""
@@ -146,6 +168,8 @@ class PlaneRelay:
     _unavailable: bool = False
     _retry_after_s: int = 0
     """The least `retry-after` of a replica; 0: none had one."""
+    _prefill: asyncio.Task[None] | None = None
+    """While another replica computes the prompt of the attempt, which is not sent yet."""
     _started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     # --- from its server --------------------------------------------------------------------------
@@ -186,9 +210,17 @@ class PlaneRelay:
         self._retries.failed(failed.replica, failure, is_replica_lost)
 
     def cancel(self) -> None:
-        """The router will not finish it: its end comes as an event of the core."""
+        """The router will not finish it: its end comes as an event of the core, once it is sent."""
         if not self.is_over:
             self._exchange.abort()
+            if self._prefill is not None:
+                self._finish(End.ABANDONED, None)
+
+    def client_left(self) -> None:
+        """The client's connection is closed; the core reports it only for what it was told to
+        send."""
+        if self._prefill is not None:
+            self._finish(End.CLIENT_LEFT, None)
 
     # --- from the core ----------------------------------------------------------------------------
 
@@ -244,14 +276,65 @@ class PlaneRelay:
     def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
         self._attempt = attempt
         self._observer.on_attempt(attempt)
+        if attempt.prefill is None:
+            self._reach(attempt, may_reuse)
+        else:
+            self._prefill = self._run(self._have_prefilled(attempt, attempt.prefill))
+
+    def _reach(self, attempt: Attempt, may_reuse: bool) -> None:
         host = attempt.origin.host
         known = self._proxy.addresses.known(host)
         if known is not None:
             self._connect(attempt, known, may_reuse)
             return
-        task = asyncio.get_running_loop().create_task(self._look_up(attempt, may_reuse))
+        self._run(self._look_up(attempt, may_reuse))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._proxy.tasks.add(task)
         task.add_done_callback(self._proxy.tasks.discard)
+        return task
+
+    # --- its prompt, computed elsewhere -----------------------------------------------------------
+
+    async def _have_prefilled(self, attempt: Attempt, step: PrefillStep) -> None:
+        """Have another replica compute the prompt, then send the request."""
+        send, request = self._proxy.send_prefill, self._request
+        assert send is not None
+        headers = (*request.client_keys, *request.added)
+        try:
+            response = await send(step.at, self._exchange.target, headers, self._proxy.timeouts)
+        except PrefillFailed as error:
+            failure = error.failure
+            self._take(lambda: self._send_unprefilled(attempt, failure))
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
+        else:
+            self._take(lambda: self._hand_over(attempt, step, response))
+
+    def _hand_over(self, attempt: Attempt, step: PrefillStep, response: bytes) -> None:
+        self._observer.on_prefilled(response)
+        body = self._request.body if attempt.body is None else attempt.body
+        body = step.hand_over(body, response)
+        self._send_after_prefill(replace(attempt, body=body, prefill=None))
+
+    def _send_unprefilled(self, attempt: Attempt, failure: Failure | None) -> None:
+        attempt = replace(attempt, prefill=None, prefiller=None)
+        self._observer.on_unprefilled(attempt, failure)
+        self._send_after_prefill(attempt)
+
+    def _send_after_prefill(self, attempt: Attempt) -> None:
+        self._prefill, self._attempt = None, attempt
+        self._reach(attempt, may_reuse=True)
+
+    def give_up_prefill(self, origin: str) -> None:
+        """Wait no longer for the prompt, if a replica that is known not to respond computes it."""
+        attempt, task = self._attempt, self._prefill
+        if task is None or attempt is None or attempt.prefill is None:
+            return
+        if attempt.prefill.at.origin.key == origin:
+            task.cancel()
+            self._take(lambda: self._send_unprefilled(attempt, Failure.UNHEALTHY))
 
     @property
     def _times(self) -> Timeouts:
@@ -419,6 +502,9 @@ class PlaneRelay:
         if self.is_over:
             return
         self.is_over = True
+        if self._prefill is not None:
+            self._prefill.cancel()
+            self._prefill = None
         self._proxy.relays.pop(self._exchange.number, None)
         seconds = asyncio.get_running_loop().time() - self._started_at
         try:

@@ -46,6 +46,7 @@ The files; each imports only what is listed above it:
     fleets.py              updates the compiled core with the replicas and their state
     planner.py             hits, load and policy -> a ranking of replicas, which the core makes
     prefill.py             does another replica compute the prompt, and which one?
+    prefill_requests.py    has it computed there, where no sidecar does
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     decision.py            one request's replicas, chosen again at each attempt
     deciding.py            what the doors ask of routing

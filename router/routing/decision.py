@@ -14,11 +14,18 @@ from router.fleet.replica import IsEligible, Replica
 from router.index.base import SourceId
 from router.index.mirror_types import STEP
 from router.index.prompt import HashedPrompt
-from router.plane.attempts import PREFILLER_HEADER, RANK_HEADER, SOURCE_HEADER, Attempt
+from router.plane.attempts import (
+    PREFILLER_HEADER,
+    RANK_HEADER,
+    SOURCE_HEADER,
+    Attempt,
+    PrefillStep,
+)
 from router.policies.reasons import empty_reason
 from router.policies.types import Candidate, Ranked
 from router.prompt.body.owned_fields import HintForm, with_hints, with_priority, with_source
 from router.prompt.body.splicing import with_model
+from router.prompt.body.transfer_fields import for_prefiller, with_handed_over
 from router.prompt.prompts import PromptSpec, TokenizedPrompt
 from router.routing.model import Model
 from router.routing.question import Placement, RankQuestion, uncached_tokens
@@ -173,7 +180,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             and spec.choices == 1
             and len(self.tokenized) == 1
             and self.tokenized[0].exact
-            and (self.reads_rank or not self.replicas[candidate.replica_id].has_ranks)
+            and (self.reads_rank or not self.replica_of(candidate).has_ranks)
         )
 
     @property
@@ -200,7 +207,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def prefill_placement(self, prefiller: Candidate) -> Placement:
         """Where another replica computes the prompt."""
-        replica = self.prefilling(prefiller)
+        replica = self.replica_of(prefiller)
         source = None if replica.has_ranks else replica.cache  # else its engine chooses the cache
         uncached = uncached_tokens(self.prompt_tokens, prefiller)
         return Placement(self.question, prefiller, source, uncached)
@@ -224,13 +231,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         source, hit = self.source_of(candidate), candidate.cached_tokens
         return self.expects(self.question, source, hit)
 
-    def prefilling(self, prefiller: Candidate) -> Replica:
-        """The replica that was chosen to compute the prompt."""
-        name = prefiller.replica_id
+    def replica_of(self, candidate: Candidate) -> Replica:
+        """The replica of a candidate, for the response or for the prompt."""
+        name = candidate.replica_id
         return self.prefillers[name] if name in self.prefillers else self.replicas[name]
 
     def attempts(
-        self, shows_hit: bool = True, number_of: Callable[[int], int] | None = None
+        self,
+        shows_hit: bool = True,
+        number_of: Callable[[int], int] | None = None,
+        hands_over: bool = False,
     ) -> Iterator[Attempt]:
         """Yield the attempts, best first: where to send the request, with which headers.
 
@@ -248,13 +258,23 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             shows_hit: True if the client sees how much of its prompt is cached.
             number_of: The number of a request that has so many tokens to compute, for engines that
                 order what waits there; lower goes first. None: they get none.
+            hands_over: True if the router has the prompt computed elsewhere by itself; else
+                whoever stands before the replica is told to.
         """
         if not self.ranking:
             return
         first = self.ranking[0].candidate
         hints = self._steer(first)
-        attempt = self._prefilled(self._attempt(first, shows_hit, hints), first)
-        yield self._ordered(attempt, first, number_of)
+        attempt = self._ordered(self._attempt(first, shows_hit, hints), first, number_of)
+        prefiller = self.prefiller_for(first)
+        if prefiller is None:
+            yield attempt
+        else:
+            step = None
+            if hands_over:
+                at = self._attempt(prefiller, shows_hit=False, hints=hints)
+                step = self._prefill_step(self._ordered(at, prefiller, number_of))
+            yield self._prefilled(attempt, prefiller, step)
         left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
@@ -287,7 +307,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return asked.steer(keys, prompt)
 
     def _attempt(self, candidate: Candidate, shows_hit: bool, hints: Hints) -> Attempt:
-        replica = self.replicas[candidate.replica_id]
+        replica = self.replica_of(candidate)
         headers = replica.headers
         if candidate.dp_rank is not None:
             headers = (*headers, (RANK_HEADER, b"%d" % candidate.dp_rank))
@@ -310,21 +330,35 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         changed = None if body is asked.body else body
         return Attempt(replica.id, replica.origin, headers, reported, changed, keep)
 
-    def _prefilled(self, attempt: Attempt, candidate: Candidate) -> Attempt:
-        """Return the attempt with the replica that computes the prompt, where that is another
-        one."""
-        prefiller = self.prefiller_for(candidate)
-        if prefiller is None:
-            return attempt
-        prefiller_header = PREFILLER_HEADER, self.prefilling(prefiller).address.encode("ascii")
-        headers = (*attempt.request_headers, prefiller_header)
-        return msgspec.structs.replace(attempt, request_headers=headers, prefiller=prefiller)
+    def _prefill_step(self, at: Attempt) -> PrefillStep:
+        """Return what the replica that computes the prompt gets.
+
+        Args:
+            at: The whole request there.
+        """
+        asked = self.asked
+        assert asked.spec is not None  # it has a prompt
+        body = for_prefiller(asked.body if at.body is None else at.body, asked.spec.endpoint)
+        return PrefillStep(msgspec.structs.replace(at, body=body), with_handed_over)
+
+    def _prefilled(
+        self, attempt: Attempt, prefiller: Candidate, step: PrefillStep | None
+    ) -> Attempt:
+        """Return the attempt with the replica that computes the prompt; without a step, its name is
+        in a header."""
+        headers = attempt.request_headers
+        if step is None:
+            address = self.replica_of(prefiller).address.encode("ascii")
+            headers = (*headers, (PREFILLER_HEADER, address))
+        return msgspec.structs.replace(
+            attempt, request_headers=headers, prefiller=prefiller, prefill=step
+        )
 
     def _ordered(
         self, attempt: Attempt, candidate: Candidate, number_of: Callable[[int], int] | None
     ) -> Attempt:
         """Return the attempt with the request's number, where the engine orders by it."""
-        replica = self.replicas[candidate.replica_id]
+        replica = self.replica_of(candidate)
         order, spec = replica.priority_order, self.asked.spec
         if order is None or number_of is None or spec is None:
             return attempt

@@ -43,6 +43,7 @@ from router.routing.decision import ANY_MODEL
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import Known, RoutePlanner
+from router.routing.prefill_requests import PrefillRequests
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
@@ -251,7 +252,12 @@ class RouterService(RouterParts):
             owns_priority=config.owns_priority,
             prefill_min_uncached_tokens=config.prefill.min_uncached_tokens,
         )
-        self.proxy = PlaneProxy(proxy_timeouts(config), retry_limits(config), self.shortages.note)
+        self.proxy = PlaneProxy(
+            proxy_timeouts(config),
+            retry_limits(config),
+            self.shortages.note,
+            PrefillRequests(self._upstream).send,
+        )
 
     def _cache_counts(self) -> dict[str, BlockCounts]:
         """Return the blocks that the caches of each replica hold and have lost."""

@@ -16,6 +16,7 @@ The files; each imports only what is listed above it:
     labels.py             words for kinds, shares, durations and tiers
     self_repair.py        sources that are predicted wrongly, and their rebuilds
     problems.py           problems of a replica, in sentences
+    observed_prefill.py   a prompt that a replica computes for another one
     readiness.py          is the router ready, and what does it wait for?
     trace_context.py      W3C Trace Context of a client's request and of one to a replica
     spans.py              what one request does and when; handed over at its end

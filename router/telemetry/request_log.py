@@ -67,6 +67,10 @@ class RequestFacts(msgspec.Struct, kw_only=True, eq=False):
     dp_rank: int | None = None
     prefiller: str | None = None
     """The replica that computes its prompt, where that is another one."""
+    prefiller_cached_tokens: int | None = None
+    """Prompt tokens predicted to be cached there; null where the router does not hand over."""
+    prefiller_actual_tokens: int | None = None
+    """Cached tokens as that one reported them; null where it did not."""
     attempts: int = 0
     last_failure: str | None = None
     """How the last failed attempt failed; another attempt may have followed."""

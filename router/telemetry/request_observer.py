@@ -22,6 +22,7 @@ from router.routing.decision import Decision
 from router.routing.question import Placement
 from router.routing.stored_responses import StoredResponses
 from router.telemetry.metrics import REMOVED, RouterMetrics, ServedMetrics
+from router.telemetry.observed_prefill import ObservedPrefill
 from router.telemetry.request_log import RequestLog, RoutedRequest
 from router.telemetry.self_repair import Comparison, SelfRepair
 from router.telemetry.settled import Comparisons, RequestSum, Settled
@@ -229,14 +230,12 @@ class RequestObservers:
         self, request: RoutedRequest, replica_id: str, usage: UsageReader, served: ServedMetrics
     ) -> int | None:
         """Compare a prediction with what the engine reported; return that, or None."""
-        actual = request.actual_tokens = self._cached_tokens(usage, replica_id)
+        actual = request.actual_tokens = self.cached_tokens(usage, replica_id)
         if actual is None:
             return None
+        compare_with(served, request.candidate, actual, request.prompt_tokens)
         if request.candidate.is_approximate:
-            served.compare_approximate(request.cached_tokens, actual)
             return actual
-        by_tier = request.candidate.by_tier
-        served.compare(request.cached_tokens, actual, by_tier, request.prompt_tokens)
         if request.expected_tokens is not None:
             served.compare_expected(request.expected_tokens, actual)
         return actual
@@ -256,7 +255,7 @@ class RequestObservers:
             )
             self.repair.compare(settled.model, source, comparison)
 
-    def _cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
+    def cached_tokens(self, reader: UsageReader, replica_id: str) -> int | None:
         """Return what an engine reported as cached. vLLM leaves a zero out, so from a replica that
         has ever reported cached tokens, silence means zero."""
         usage = reader.usage()
@@ -311,7 +310,7 @@ class RequestObserver(ProxyObserver):
     _queries: tuple[tuple[Tap, int], ...] = ()
     _booking: Booking | None = None
     """From the first time that it is sent."""
-    _prefill: Booking | None = None
+    _prefill: ObservedPrefill | None = None
     """Its prompt, where another replica computes it."""
     _response_id: ResponseIdReader | None = None
     _events: int = 0
@@ -361,10 +360,35 @@ class RequestObserver(ProxyObserver):
         if self._trace is not None:
             self._trace.failed(failure)
         self.request.last_failure = failure.value
-        if self._prefill is None or failure not in _PASSED_ON:
+        prefill = self._prefill
+        if prefill is None or prefill.has_responded or failure not in _PASSED_ON:
             return self._of_all.failed(attempt.replica_id, failure)
-        self._of_all.replicas.mark_suspect(self._prefill.placement.candidate.replica_id)
+        self._of_all.replicas.mark_suspect(prefill.candidate.replica_id)
         return self._of_all.failed(attempt.replica_id, failure, is_its_own=False)
+
+    @override
+    def on_prefilled(self, response: bytes) -> None:
+        prefill = self._prefill
+        if prefill is None:
+            return
+        self._of_all.replicas.report_served(prefill.candidate.replica_id)
+        usage = UsageReader()
+        usage.take(True, response, b"")
+        prefill.responded(self._compare_prefill(prefill.candidate, usage))
+        self._of_all.log.update(self.request)
+
+    @override
+    def on_unprefilled(self, attempt: Attempt, failure: Failure | None) -> None:
+        prefill, booking = self._prefill, self._booking
+        if prefill is None or booking is None:
+            return
+        if failure is not None:
+            self.request.last_failure = failure.value
+            self._of_all.failed(prefill.candidate.replica_id, failure)
+        self._prefill_at(None)
+        ranked = self.decision.ranked(attempt.replica_id)
+        booking.retried(self.decision.placement(ranked.candidate, attempt))
+        self._of_all.log.update(self.request)
 
     @override
     def is_at_ease(self, attempt: Attempt) -> bool:
@@ -392,9 +416,10 @@ class RequestObserver(ProxyObserver):
         is_timed = not (self._is_generated_whole if is_whole is None else is_whole)
         if self._booking is not None and was_computed:
             self._booking.first_token(is_timed)
-        if self._prefill is not None and was_computed:
-            self._prefill.first_token(is_timed)
-        self._end_prefill(was_computed)
+        if self._prefill is not None:
+            if was_computed:
+                self._prefill.response_began(is_timed)
+            self._prefill.ended(was_computed)
         self.request.first_byte_s = seconds
         self._of_all.log.update(self.request)
         self._of_all.replicas.report_served(replica_id)
@@ -438,7 +463,8 @@ class RequestObserver(ProxyObserver):
             self._trace.ended_response()
         booking = self._booking
         was_quiet = booking is not None and booking.ended(not is_error(status))
-        self._end_prefill()
+        if self._prefill is not None:
+            self._prefill.ended()
         decision, metrics, request = self.decision, self._of_all.metrics, self.request
         seconds += self.waited_s
         served = metrics.served(decision.model_name, self._label())
@@ -461,23 +487,34 @@ class RequestObserver(ProxyObserver):
         return self._events if reported is None else reported
 
     def _prefill_at(self, prefiller: Candidate | None) -> None:
-        """Another replica computes its prompt, booked there until the response begins, since no
-        one reports when it is done; None: no other, or no other any more."""
+        """Another replica computes its prompt; None: no other, or no other any more."""
         before = self._prefill
-        if prefiller is (None if before is None else before.placement.candidate):
+        if prefiller is (None if before is None else before.candidate):
             return
-        self._end_prefill()
+        if before is not None:
+            before.ended()
         self._prefill = None
         if prefiller is not None:
             of_all, decision = self._of_all, self.decision
             of_all.metrics.prefills.labels(decision.model_name, prefiller.replica_id).inc()
-            self._prefill = of_all.bookings.book_prefill(decision.prefill_placement(prefiller))
+            booking = of_all.bookings.book_prefill(decision.prefill_placement(prefiller))
+            self._prefill = ObservedPrefill(booking)
+            of_all.replicas.report_sent(prefiller.replica_id)
         self.request.prefiller = None if prefiller is None else prefiller.replica_id
 
-    def _end_prefill(self, was_served: bool = True) -> None:
-        if self._prefill is not None:
-            self._prefill.ended(was_served)
-            self._prefill.reported(None)
+    def _compare_prefill(self, candidate: Candidate, usage: UsageReader) -> int | None:
+        """Compare the prediction for the replica that has computed the prompt with what that
+        reported; return that, or None."""
+        of_all, name, request = self._of_all, candidate.replica_id, self.request
+        if name not in of_all.replicas or not self.decision.is_comparable_at(candidate):
+            return None
+        actual = of_all.cached_tokens(usage, name)
+        served = of_all.metrics.served(self.decision.model_name, name)
+        if actual is not None:
+            compare_with(served, candidate, actual, request.prompt_tokens)
+        request.prefiller_cached_tokens = candidate.cached_tokens
+        request.prefiller_actual_tokens = actual
+        return actual
 
     @property
     def _is_generated_whole(self) -> bool:
@@ -533,6 +570,16 @@ class RequestObserver(ProxyObserver):
         prompt = decision.tokenized[0]
         asked = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
         return tuple((tap, tap.query(*asked)) for tap in taps)
+
+
+def compare_with(
+    served: ServedMetrics, candidate: Candidate, actual: int, prompt_tokens: int
+) -> None:
+    """Count how a prediction compares with what the engine reported."""
+    if candidate.is_approximate:
+        served.compare_approximate(candidate.cached_tokens, actual)
+    else:
+        served.compare(candidate.cached_tokens, actual, candidate.by_tier, prompt_tokens)
 
 
 def routed(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:

@@ -128,7 +128,7 @@ def selection_view(
 
 
 def _prefill_view(decision: Decision, prefiller: Candidate) -> PrefillView:
-    replica = decision.prefilling(prefiller)
+    replica = decision.replica_of(prefiller)
     return PrefillView(
         replica=replica.id,
         worker_id=worker_number(replica.id),

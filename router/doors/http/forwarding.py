@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from router.config.origin import Header, Timeouts
 from router.config.server import ServerConfig
+from router.doors.http.access import KEY_HEADERS
 from router.doors.http.networks import Networks
 from router.doors.names import SIDECAR_HEADERS
 from router.doors.proxied_paths import dialect_of
@@ -40,6 +41,7 @@ class Forwarding:
         self._scheme_header = (b"x-forwarded-proto", self._scheme)
         self.dropped = _dropped_headers(server, key_headers, owns_priority)
         """The client's headers that are not for replicas, by name; the core drops them."""
+        self._client_keys = frozenset(name for name in KEY_HEADERS if name not in key_headers)
         times = server.timeouts
         self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
 
@@ -59,6 +61,7 @@ class Forwarding:
             dialect_of(exchange.path),
             (*self._forwarded(exchange), own, *trace),
             self._patient if is_whole else None,
+            tuple(each for each in exchange.headers if each[0] in self._client_keys),
         )
 
     def _forwarded(self, exchange: PlaneExchange) -> tuple[Header, Header]:

@@ -89,6 +89,7 @@ class Gateway:
         keys = KEY_HEADERS if guard.needs_key("client") else ()
         self.forwarding = Forwarding(config.server, keys, config.owns_priority)
         self.engine_order = EngineOrder(config.overload)
+        self.hands_over = config.prefill.handed_over_by == "router"
         self.logs_access = config.observability.access_log
         self._paths = paths
         self._open: set[asyncio.Task[Decision]] = set()
@@ -247,7 +248,9 @@ class Passage:
 
     def client_left(self) -> None:
         """The client's connection is closed."""
-        if self._relay is None and self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
+        if self._relay is not None:
+            self._relay.client_left()
+        elif self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
             self._gateway.router.observers.client_left()
             self._close()
 
@@ -399,7 +402,9 @@ class Passage:
         number_of = gateway.engine_order.numbers(
             self._headers, begun.key.priority, observer.waited_s
         )
-        attempts = decision.attempts(gateway.guard.clients_see_hits, number_of)
+        attempts = decision.attempts(
+            gateway.guard.clients_see_hits, number_of, hands_over=gateway.hands_over
+        )
         relay = gateway.router.proxy.start(
             attempts if trace is None else trace.plan(attempts),
             request,

@@ -11,6 +11,7 @@ The files; each imports only what is listed above it:
     anthropic_request.py   body of /v1/messages
     splicing.py            fields of a body replaced or taken out; all other bytes stay
     owned_fields.py        puts in what the router tells engines; takes a client's own out
+    transfer_fields.py     what engines get of a prompt that one computes for another
     salting.py             puts a tenant's salt in
     decoding.py            bytes -> the fields of a body that anything here reads
     requests.py            any body -> prompts to tokenise
