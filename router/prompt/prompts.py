@@ -73,6 +73,9 @@ class ChatPrompt:
     """The fields that engines read in different ways, as the client sent them."""
     is_of_responses: bool = False
     """True in `/v1/responses`, which both engines write in a way of its own for gpt-oss."""
+    forwarded_ids: TokenIds | None = field(default=None, repr=False)
+    """The token ids that a gateway forwards with it; vLLM (0.33) computes them in place of it if
+    there are no media."""
     is_sglang: bool = False
     """True if all else is as SGLang reads it, which is asked for token ids with *sent*."""
 

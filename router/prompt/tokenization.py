@@ -16,8 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
+import msgspec
+
 from kvevents.field_docs import counter
 from kvevents.threads import begun_pool
+from router.prompt.chat.parts import has_media
 from router.prompt.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.prompt.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.prompt.prompts import (
@@ -110,6 +113,7 @@ class Tokenization:
         Args:
             lora_name: The adapter that `spec.model` turned out to be.
         """
+        spec = _as_computed(spec)
         local = await self._tokenize_locally(spec)
         adapter = lora_name or spec.lora_name
         return [
@@ -121,6 +125,7 @@ class Tokenization:
         self, spec: PromptSpec, *, lora_name: str | None = None
     ) -> list[TokenizedPrompt] | None:
         """Do what `tokenize` does without waiting; None where that may take a thread or replica."""
+        spec = _as_computed(spec)
         first = spec.prompts[0]
         if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
             # What most gateways send.
@@ -272,6 +277,21 @@ class Tokenization:
         if reason is not None:
             self._unknown[reason] += 1
         return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt, ends=ends)
+
+
+def _as_computed(spec: PromptSpec) -> PromptSpec:
+    """Return a request with the token ids that engines compute in place of its chats."""
+    if not spec.has_transfer_params:
+        return spec
+    prompts = tuple(
+        TokenPrompt(prompt.forwarded_ids)
+        if isinstance(prompt, ChatPrompt)
+        and prompt.forwarded_ids is not None
+        and not has_media(prompt.messages)
+        else prompt
+        for prompt in spec.prompts
+    )
+    return msgspec.structs.replace(spec, prompts=prompts)
 
 
 def _given(prompt: TokenPrompt) -> tuple[TokenIds, Coverage, MessageEnds]:

@@ -6,6 +6,7 @@ ignored: the proxy forwards the body unchanged.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -41,7 +42,14 @@ from router.prompt.body.splicing import without_fields
 from router.prompt.endpoints import FORMS, Encoding, Endpoint
 from router.prompt.errors import describe
 from router.prompt.limits import MAX_PROMPT_CHARS, MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT_CHARS
-from router.prompt.prompts import OpaquePrompt, Prompt, PromptSpec, TextPrompt, TokenPrompt
+from router.prompt.prompts import (
+    ChatPrompt,
+    OpaquePrompt,
+    Prompt,
+    PromptSpec,
+    TextPrompt,
+    TokenPrompt,
+)
 from router.prompt.token_ids import MODEL_LENGTH, TokenIds, Truncation
 
 _MAX_SESSION_CHARS = 512
@@ -53,6 +61,8 @@ _ID_LIST_RULE = "must be a list of token ids"
 _WITH_SESSION = frozenset((*SESSION_FIELDS, ARGUMENTS_FIELD, "metadata"))
 _FOR_LOGPROBS = frozenset(("prompt_logprobs", "echo"))
 _SKIPS_CACHE = "skip_reading_prefix_cache"
+_TAKE_FORWARDED_IDS = (Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES)
+_FORWARDED = "prompt_token_ids"
 _OF_SAMPLING = ("n", "prompt_logprobs", "prompt_logprob_token_ids", _SKIPS_CACHE)
 
 
@@ -81,6 +91,8 @@ def parse_request(
         fields = _with_sampling(fields)
     model = _model(fields, endpoint)
     prompts = _PARSERS[form](fields, _truncation(fields, form))
+    if TRANSFER_FIELD in fields and form in _TAKE_FORWARDED_IDS:
+        prompts = tuple(_with_forwarded_ids(prompt, fields[TRANSFER_FIELD]) for prompt in prompts)
     adapters = _adapters(fields, endpoint)
     return PromptSpec(
         endpoint=form,
@@ -223,6 +235,20 @@ def _session(fields: Mapping[str, Any]) -> str | None:
 def _stored_response(fields: Mapping[str, Any]) -> str | None:
     named = fields.get("previous_response_id")
     return named if isinstance(named, str) and named else None
+
+
+def _with_forwarded_ids(prompt: Prompt, transfer: object) -> Prompt:
+    """Return a chat with the token ids that are forwarded with it; ids that break a rule are for
+    the engine to refuse."""
+    ids = transfer.get(_FORWARDED) if isinstance(transfer, dict) else None
+    if not isinstance(prompt, ChatPrompt) or not isinstance(ids, list):
+        return prompt
+    if len(ids) > MAX_PROMPT_TOKENS or set(map(type, ids)) != {int}:
+        return prompt
+    try:
+        return dataclasses.replace(prompt, forwarded_ids=array("I", ids))
+    except OverflowError:
+        return prompt
 
 
 def _chats(

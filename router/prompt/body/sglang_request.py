@@ -126,7 +126,7 @@ def as_sglang_chat(prompt: ChatPrompt) -> ChatPrompt:
     """Return a conversation as SGLang reads it. Its fields have been checked for vLLM."""
     sent = prompt.sent
     if sent is None:
-        return replace(prompt, truncation=None)
+        return replace(prompt, truncation=None, forwarded_ids=None)
     return ChatPrompt(
         messages=sent["messages"],
         tools=_tools(sent.get("tools"), sent.get("tool_choice")),

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from router.errors import BadRequest
 from router.prompt.body.requests import parse_request
+from router.prompt.body.sglang_request import as_sglang_reads
 from router.prompt.endpoints import Endpoint
 from router.prompt.errors import ReplicaAnswerError, UntokenizableError
 from router.prompt.limits import MAX_PROMPT_TOKENS
@@ -153,6 +154,49 @@ async def test_token_ids_need_no_tokenizer_at_all() -> None:
         True,
         "adapter",
     )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field"),
+    [
+        (Endpoint.CHAT, "messages"),
+        (Endpoint.MESSAGES, "messages"),
+        (Endpoint.RESPONSES, "input"),
+    ],
+)
+async def test_forwarded_ids_are_computed_in_place_of_a_chat(
+    endpoint: Endpoint, field: str
+) -> None:
+    """A gateway that had the prompt computed elsewhere forwards its ids, and vLLM 0.33 renders no
+    messages then. SGLang does not know the field."""
+    tokenization = Tokenization()
+    body = {field: [_USER], "truncate_prompt_tokens": 1} | _forwarding([7, 8, 9])
+    spec = _spec(endpoint, body)
+    for found in (tokenization.tokenize_now(spec), await tokenization.tokenize(spec)):
+        assert found is not None
+        (prompt,) = found
+        assert (list(prompt.token_ids), prompt.coverage) == ([7, 8, 9], Coverage.WHOLE)
+    (prompt,) = await tokenization.tokenize(as_sglang_reads(spec))
+    assert prompt.coverage is Coverage.UNKNOWN
+
+
+@pytest.mark.parametrize("ids", [[], None, 7, ["7"], [True], [-1], [1.0], [2**32]])
+async def test_ids_that_engines_refuse_are_not_taken(ids: Any) -> None:
+    """The messages are read then, as older engines do."""
+    (prompt,) = await Tokenization().tokenize(_spec(Endpoint.CHAT, _CHAT | _forwarding(ids)))
+    assert prompt.coverage is Coverage.UNKNOWN
+
+
+async def test_forwarded_ids_say_nothing_of_media() -> None:
+    """Engines render such messages."""
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    chat = {"messages": [{"role": "user", "content": [image]}]} | _forwarding([7])
+    (prompt,) = await Tokenization().tokenize(_spec(Endpoint.CHAT, chat))
+    assert prompt.coverage is Coverage.UNKNOWN
+
+
+def _forwarding(ids: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"prompt_token_ids": ids}}
 
 
 async def test_token_ids_are_truncated_too() -> None:
