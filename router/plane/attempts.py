@@ -112,14 +112,15 @@ RETRIED = frozenset(
 )
 
 
-NO_FILES = "no_files"
-OWN_LIMITS = frozenset((NO_FILES, "at_limit"))
-"""Failures, by their names in the compiled data plane, that the router itself causes."""
+NO_PORTS = "no_ports"
+SHORTAGES = {"no_files": "open_files", NO_PORTS: "ports"}
+"""What the system refused the router, by the failure in the compiled data plane."""
+OWN_LIMITS = frozenset((*SHORTAGES, "at_limit"))
+"""Failures, by their names there, that the router itself causes."""
 _IN_CORE = {
     "connect_timeout": Failure.CONNECT,
     "given_up": Failure.UNHEALTHY,
-    NO_FILES: Failure.CONNECT,
-    "at_limit": Failure.CONNECT,
+    **dict.fromkeys(OWN_LIMITS, Failure.CONNECT),
 }
 
 

@@ -18,8 +18,9 @@ from router.config.origin import Header, Timeouts
 from router.errors import is_out_of_memory
 from router.plane.addresses import Addresses
 from router.plane.attempts import (
-    NO_FILES,
+    NO_PORTS,
     OWN_LIMITS,
+    SHORTAGES,
     Attempt,
     Failure,
     PrefillFailed,
@@ -166,6 +167,8 @@ class PlaneRelay:
     _attempt: Attempt | None = None
     _tried: bool = False
     _unavailable: bool = False
+    _lacked_port: bool = False
+    """There was no local port for one of the attempts."""
     _retry_after_s: int = 0
     """The least `retry-after` of a replica; 0: none had one."""
     _prefill: asyncio.Task[None] | None = None
@@ -205,6 +208,7 @@ class PlaneRelay:
     def _note_tried(self, failed: FailedFirst) -> None:
         if failed.beside is not None:
             self._note_tried(failed.beside)
+        self._note_shortage(failed.failure)
         self._retries.start(lambda: True)
         failure, is_replica_lost = self._observer.on_tried(failed)
         self._retries.failed(failed.replica, failure, is_replica_lost)
@@ -400,10 +404,11 @@ class PlaneRelay:
         if self.is_over or attempt is None:
             return
         if failure in OWN_LIMITS:
-            if failure == NO_FILES:
-                self._proxy.on_shortage("open_files")
-            message = "the router is at its limit of connections"
-            self._refuse(End.OVERLOADED, 503, message, "overloaded")
+            self._note_shortage(failure)
+            if failure == NO_PORTS:  # there may be one towards another replica
+                self._try_next()
+            else:
+                self._refuse_for_limit()
             return
         if failure in ("connect", "connect_timeout"):
             self._proxy.addresses.forget(attempt.origin.host)
@@ -413,6 +418,11 @@ class PlaneRelay:
             self._send_to(attempt, may_reuse=False)
         else:
             self._try_next()
+
+    def _note_shortage(self, failure: str | None) -> None:
+        if failure in SHORTAGES:
+            self._proxy.on_shortage(SHORTAGES[failure])
+        self._lacked_port |= failure == NO_PORTS
 
     def _not_now(self, status: int, retry_after_s: int | None) -> None:
         attempt, plane = self._attempt, self._proxy.plane
@@ -451,6 +461,9 @@ class PlaneRelay:
         refused = self._retries.refused
         if refused is not None:
             self._observer.on_unretried(refused)
+        if self._lacked_port:
+            self._refuse_for_limit()
+            return
         status = 502 if self._tried and not self._unavailable else 503
         self._refuse(End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available")
 
@@ -484,6 +497,10 @@ class PlaneRelay:
         self._retries.failed(attempt.replica_id, failure, is_replica_lost)
 
     # --- the end ----------------------------------------------------------------------------------
+
+    def _refuse_for_limit(self) -> None:
+        message = "the router is at its limit of connections"
+        self._refuse(End.OVERLOADED, 503, message, "overloaded")
 
     def _refuse(self, end: End, status: int, message: str, code: str) -> None:
         """End with an error of the router's own."""

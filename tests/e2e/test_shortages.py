@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import resource
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 import trustme
 
 from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
-from tests.support.http_client import Answer, HttpClient, ask, connect, encoded
-from tests.support.router_process import QUICK_HEALTH, router_process
+from tests.support.http_client import Answer, HttpClient, ask, connect, encoded, request_bytes
+from tests.support.own_network import own_network
+from tests.support.router_process import QUICK_HEALTH, Metrics, router_process
 from tests.support.waiting import eventually
 
 
@@ -69,6 +70,53 @@ async def test_a_router_out_of_files_says_so_and_blames_no_replica() -> None:
             assert router.log().count("out of file descriptors") == 1
 
 
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["core", "python"])
+async def test_a_router_out_of_local_ports_says_so_and_blames_no_replica(is_chunked: bool) -> None:
+    """It called replica after replica unhealthy for it, and forgot what they had cached. Ports are
+    short by destination: others may still be reached."""
+    go, config = asyncio.Event(), {"health": PATIENT_HEALTH}
+    written = in_chunks if is_chunked else in_one
+    with own_network() as network:
+        async with engines(2) as stubs, contextlib.AsyncExitStack() as clients:
+            router = clients.enter_context(router_process(config, limit=network.enter))
+            async with router.serving(*stubs):
+                await router.until_core_decides(body_for(stubs[0], 1))
+                watcher, *askers = [
+                    await clients.enter_async_context(connect(router.port)) for _ in range(25)
+                ]
+                for stub in stubs:
+                    stub.behaviour = after(go)
+                network.use_ports(20_000, 20_003)
+                for number, asker in enumerate(askers):
+                    body = encoded(body_for(stubs[0], 1000 * number))
+                    await asker.write(written("/v1/completions", body))
+                answers = [asyncio.create_task(asker.read_answer()) for asker in askers]
+                await eventually(
+                    lambda: sum(stub.active for stub in stubs) + count_done(answers) == 24,
+                    "all are sent on or answered",
+                )
+                assert all(stub.active for stub in stubs)
+                refused = [each.result() for each in answers if each.done()]
+                assert refused
+                for each in refused:
+                    assert (each.status, each.error["code"]) == (503, "overloaded")
+                    assert each.headers["retry-after"] == "1"
+                now = Metrics((await watcher.ask("GET", "/metrics")).body.decode())
+                assert now.sum("kvroute_shortages_total", resource="ports") >= len(refused)
+                assert now.sum("kvroute_replica_failures_total") == 0
+                assert now.sum("kvroute_retries_total") == 0
+                assert now.sum("kvroute_replica_healthy") == 2
+                assert "the router is out of local ports" in router.log()
+                go.set()
+                served = [each for each in await asyncio.gather(*answers) if each not in refused]
+                assert {each.status for each in served} == {200}
+                network.use_ports(30_000, 40_000)
+
+
+def count_done(tasks: Iterable[asyncio.Task[Answer]]) -> int:
+    return sum(task.done() for task in tasks)
+
+
 async def test_what_changed_while_there_were_no_files_is_read_afterwards(tmp_path: Path) -> None:
     """It was read once, at its change: the list stayed an old one, and a certificate would have
     run out."""
@@ -117,17 +165,24 @@ async def test_strangers_that_hold_every_descriptor_keep_no_probe_out(said: byte
         assert "out of file descriptors (limit 200)" in router.log()
 
 
-async def post_in_chunks(port: int, path: str, body: object) -> Answer:
-    """Send a request whose head does not state its length: Python decides it."""
-    data = encoded(body)
+def in_one(path: str, data: bytes) -> bytes:
+    """A request that the core decides."""
+    return request_bytes("POST", path, data)
+
+
+def in_chunks(path: str, data: bytes) -> bytes:
+    """A request whose head does not state its length: Python decides it."""
     head = f"POST {path} HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head.encode() + b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+
+
+async def post_in_chunks(port: int, path: str, body: object) -> Answer:
     async with connect(port) as client:
-        await client.write(head.encode() + b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+        await client.write(in_chunks(path, encoded(body)))
         return await client.read_answer()
 
 
 async def post_whole(port: int, path: str, body: object) -> Answer:
-    """Send a request that the core decides."""
     return await ask(port, "POST", path, body)
 
 

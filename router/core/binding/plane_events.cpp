@@ -33,8 +33,8 @@ constexpr const char* kEnds[] = {"completed", "client_left", "client_stalled", "
                                  "abandoned"};
 constexpr const char* kFailures[] = {
     "connect", "connect_timeout", "closed",   "kept_closed", "first_byte_timeout", "malformed",
-    "given_up", "no_files",       "at_limit", "died",        "idle_timeout",       "lost",
-    "late"};
+    "given_up", "no_files",       "no_ports", "at_limit",    "died",               "idle_timeout",
+    "lost",     "late"};
 
 nb::object name_of(const std::optional<Failure>& failure) {
     if (!failure) return nb::none();

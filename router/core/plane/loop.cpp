@@ -84,6 +84,17 @@ bool is_shortage(int error) {
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
+bool lacks_port(int error, const Address& to) {
+    if (error != EADDRNOTAVAIL) return false;
+    // Datagrams have ports of their own: they have the same error only for want of an address.
+    const int asked = ::socket(to.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (asked < 0) return false;
+    const auto* address = reinterpret_cast<const sockaddr*>(&to.storage);
+    const bool has_address = ::connect(asked, address, to.length) == 0 || errno != EADDRNOTAVAIL;
+    ::close(asked);
+    return has_address;
+}
+
 int new_socket(int family, int below) {
     const int descriptor = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (descriptor >= below) {

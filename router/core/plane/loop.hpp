@@ -83,6 +83,10 @@ private:
 // True where the system had not enough for a socket, by `errno`: another one would fail as well.
 bool is_shortage(int error);
 
+// True where no local port was left for a connection, by `errno`; it has the same number where this
+// machine has no address of that kind.
+bool lacks_port(int error, const Address& to);
+
 // Returns a socket to connect with. Negative, with `errno`: EMFILE also where it would not be below
 // `below`.
 int new_socket(int family, int below);

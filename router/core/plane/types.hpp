@@ -145,6 +145,7 @@ enum class Failure : u8 {
     malformed,
     given_up,
     no_files,
+    no_ports,
     at_limit,
     died,
     idle_timeout,

@@ -69,7 +69,8 @@ bool Upstream::connect(double now, Failure& failure, std::string& why) {
         if (done < 0 && errno != EINPROGRESS && !is_full) {
             const int error = errno;  // also where this machine has no such addresses
             if (descriptor >= 0) ::close(descriptor);
-            failure = Failure::connect;
+            lacked_port_ |= lacks_port(error, address);
+            failure = lacked_port_ ? Failure::no_ports : Failure::connect;
             why = std::strerror(error);
             continue;
         }
@@ -93,7 +94,7 @@ void Upstream::not_connected(Failure failure, std::string why) {
     pool_.loop_.close(*this);
     channel_ = Channel();
     if (!connect(clock_now(), failure, why)) {
-        fail(failure, why);
+        fail(lacked_port_ ? Failure::no_ports : failure, why);
         return;
     }
     if (phase_ == Phase::queued) return;

@@ -106,6 +106,7 @@ private:
     std::string secure_host_;
     std::vector<Address> addresses_;  // not tried yet
     double connect_until_ = 0;        // to any of them
+    bool lacked_port_ = false;        // for one of the addresses
     int connect_error_ = 0;           // of the current address, if `send` has returned it
     Phase phase_ = Phase::idle;
     bool was_kept_ = false;    // it had an exchange before this one
