@@ -55,13 +55,15 @@ class QuietMoments:
         requests = self._replicas.get(replica_id)
         if requests is None:
             requests = self._replicas[replica_id] = _Requests()
-        requests.under_way += 1
-        requests.begun += 1
         met, met_in_all, met_until = self._met(replica_id)
         ended_at = max(requests.ended_at, met_until)
-        is_alone = requests.under_way + met == 1 and now - ended_at >= self._quiet_s
-        number = requests.begun + requests.others + met_in_all
-        return QuietSample(replica_id, number if is_alone else None)
+        is_alone = requests.under_way + met == 0 and now - ended_at >= self._quiet_s
+        begun = requests.begun + 1
+        number = begun + requests.others + met_in_all
+        sample = QuietSample(replica_id, number if is_alone else None)
+        requests.begun = begun
+        requests.under_way += 1  # last: without a sample nothing would count it down
+        return sample
 
     def ended(self, moment: QuietSample, now: float) -> bool:
         """A request is over; returns whether it was alone from its beginning to its end."""

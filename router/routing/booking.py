@@ -136,18 +136,20 @@ class Booking:
             if is_response:
                 self._moment = bookings.quiet.began(at.candidate.replica_id, bookings.clock())
         except BaseException:  # the load goes by itself; the visit would wait for its end for ever
-            if self._visit is not None:
-                self._visit.ended(was_served=False)
+            self._end_visit()
             raise
 
     def retried(self, at: Placement) -> None:
         """The replica failed; the request is sent again, there or elsewhere, from the start."""
         # Before the next visit begins: at the same replica that would expect this one's prompt.
-        if self._visit is not None:
-            self._visit.ended(was_served=False)
+        self._end_visit()
         self._follow(at)
         replica_id, uncached, _ = _share(at)
-        self._in_flight.retried(replica_id, uncached, at.dp_rank, self._visit)
+        try:
+            self._in_flight.retried(replica_id, uncached, at.dp_rank, self._visit)
+        except BaseException:  # its end is that of the visit before
+            self._end_visit()
+            raise
         self._end_moment()
         self._moment = self._bookings.quiet.began(replica_id, self._bookings.clock())
 
@@ -159,6 +161,10 @@ class Booking:
         # the other finds no memory.
         self._estimated: EstimatedVisit | None = visits.estimated_visit(at)
         self._visit: Visit | None = visits.visit(at)
+
+    def _end_visit(self) -> None:
+        if self._visit is not None:
+            self._visit.ended(was_served=False)
 
     @property
     def expected_tokens(self) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from router.fleet.load import LoadTracker
+from router.fleet.load import InFlight, LoadTracker
 from router.fleet.quiet_moments import QuietMoments
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
@@ -134,6 +134,31 @@ def test_a_booking_that_cannot_be_made_leaves_nothing_behind(booked: Booked) -> 
     assert booked.under_way == {}
     booked.now += LATER_S
     assert booked.mirror.prefilling() == []
+
+
+@pytest.mark.parametrize(("of", "step"), [(InFlight, "retried"), (QuietMoments, "_met")])
+def test_an_attempt_that_cannot_be_booked_leaves_nothing_behind(
+    booked: Booked, monkeypatch: pytest.MonkeyPatch, of: type, step: str
+) -> None:
+    """The request ends with what it has booked: a visit, or company, that is not part of it would
+    be there for ever."""
+    booking, whole = booked.bookings.book(booked.at(R0)), getattr(of, step)
+
+    def no_memory_for_r1(*arguments: object) -> object:
+        if "r1" in arguments:
+            raise MemoryError
+        return whole(*arguments)
+
+    with monkeypatch.context() as short:
+        short.setattr(of, step, no_memory_for_r1)
+        with pytest.raises(MemoryError):
+            booking.retried(booked.at(R1))
+    booking.ended(was_served=False)
+    assert booked.under_way == {}
+    booked.now += LATER_S
+    assert booked.mirror.prefilling() == []
+    for source in (R0, R1):
+        assert booked.bookings.book(booked.at(source)).ended(), "nothing else was there"
 
 
 def trust_after(first_tokens: int) -> float:
