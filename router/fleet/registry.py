@@ -91,7 +91,7 @@ class ReplicaRegistry:
         self._replicas: dict[str, Replica] = {}
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self.generation = 0
-        """Rises with every change of `serving`'s result."""
+        """Rises with every change of `serving`'s result, and of the engines there."""
         self._closed = False
 
     def subscribe(self, listener: ReplicaListener) -> None:
@@ -341,6 +341,7 @@ class ReplicaRegistry:
         replica.notes = notes
         if served is not None:
             self._take_models(replica, served)
+        self._note_owners(replica)
         # A source belongs to a model's index, so it cannot be followed before the model is known.
         if sources is not None and replica.served.models:
             self._take_sources(replica, sources)
@@ -404,6 +405,12 @@ class ReplicaRegistry:
             self._index_models()
             for listener in self._listeners:
                 listener.on_models_changed(replica, before)
+
+    def _note_owners(self, replica: Replica) -> None:
+        owners = {str(entry.get("owned_by")) for entry in replica.model_entries.values()}
+        if owners != replica.owners:
+            replica.owners = owners
+            self.generation += 1
 
     def _take_sources(self, replica: Replica, sources: tuple[EventSource, ...]) -> None:
         before = replica.sources

@@ -55,6 +55,8 @@ class Replica:
         self.sources = ()
         self.model_entries: dict[str, dict[str, Any]] = {}
         """Its entries in `GET /v1/models`, by name."""
+        self.owners: set[str] = set()
+        """Who owns its models, by the last discovery."""
         self.server_info = ServerInfo()
         """Its `GET /server_info`."""
         self.notes: tuple[str, ...] = ()

@@ -208,7 +208,7 @@ class Dispatcher:
         for adapter in (lora_name if target is None else None, *spec.adapters):
             _check_adapter(terms, adapter, named)
         self._look_for_ends(model, lora_name, spec)
-        if spec.may_differ_at_sglang and self._is_served_by_sglang(model, lora_name):
+        if spec.may_differ_at_sglang and self.serving(model, lora_name).is_by_sglang:
             spec = as_sglang_reads(spec)
         if spec.is_cut_to_model:
             length = common_length(self.serving(model, lora_name).able.values(), spec.model)
@@ -233,11 +233,6 @@ class Dispatcher:
             return
         serving = self.serving(model, lora_name).able.values()
         tokenization.finds_ends = any(hint_form(model, replica) for replica in serving)
-
-    def _is_served_by_sglang(self, model: Model, lora_name: str | None) -> bool:
-        """Return whether no other engine takes requests for a model."""
-        able = self.serving(model, lora_name).able.values()
-        return bool(able) and all(replica.is_of("sglang") for replica in able)
 
     def _is_served(self, name: str) -> bool:
         """Return whether some replica can take requests for a model."""

@@ -43,6 +43,8 @@ class Serving(NamedTuple):
     """Replicas that only compute prompts."""
     may_split: bool
     """True if a prompt may be computed elsewhere than where its request is sent."""
+    is_by_sglang: bool
+    """True if requests are sent to no other engine."""
 
     @staticmethod
     def of(replicas: Iterable[Replica], splits: bool) -> Serving:
@@ -57,7 +59,8 @@ class Serving(NamedTuple):
             (able if replica.takes_requests else prefillers)[replica.id] = replica
         roles = {replica.config.role for replica in able.values()}
         may_split = bool(able and prefillers) or roles >= {"both", "decode"}
-        return Serving(able, prefillers, splits and may_split)
+        is_by_sglang = bool(able) and all(replica.is_of("sglang") for replica in able.values())
+        return Serving(able, prefillers, splits and may_split, is_by_sglang)
 
 
 @dataclass(frozen=True, slots=True)
