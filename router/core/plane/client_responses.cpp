@@ -269,6 +269,10 @@ void Client::on_piece(sv piece, bool is_last) {
 
 // Passes on a piece behind what `out` holds already.
 void Client::relay(sv piece, bool is_last, std::string& out) {
+    if (is_head_request_ && !is_last) {  // it gets nothing of the body, which may have no end
+        if (upstream_ != nullptr) std::exchange(upstream_, nullptr)->abandon();
+        is_last = true;
+    }
     if (!forward_.is_control) {
         usage_.feed(piece);
         if (forward_.wants_id && posted_beginning_ < kMostBeginning && !piece.empty()) {

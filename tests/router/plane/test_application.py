@@ -22,6 +22,14 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
+async def answer_without_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send a body until the connection is closed."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")
+    await reader.read()
+    writer.close()
+
+
 async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve nobody."""
     writer.close()
@@ -88,3 +96,23 @@ async def test_a_burst_waits_until_the_application_takes_its_connections(tmp_pat
             async with await asyncio.start_unix_server(answer, sock=behind, backlog=1):
                 for client in clients:
                     assert (await client.read_answer()).status == 200
+
+
+async def test_a_head_request_for_a_body_without_end_gets_its_head(tmp_path: Path) -> None:
+    """A recording of a cache has none: the client waited for its head, or the next one, for ever,
+    and the recording went on."""
+    path, ended = f"{tmp_path}/control", asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answer_without_end(reader, writer)
+        ended.set()
+
+    async with (
+        await asyncio.start_unix_server(serve, path),
+        plane_server(control_path=path) as served,
+        connect(served.port) as client,
+    ):
+        await client.send("HEAD", "/application")
+        assert await client.read_head() == 200
+        assert (await client.ask("GET", "/served")).status == 200
+        await eventually(ended.is_set, "the application need not go on")
