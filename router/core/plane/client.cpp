@@ -51,7 +51,12 @@ void Client::on_ready(u32 events) {
         return;
     }
     if (events & EPOLLOUT) flush();
-    if (is_open() && events & (EPOLLIN | EPOLLRDHUP)) read();
+    if (!is_open() || !(events & (EPOLLIN | EPOLLRDHUP))) return;
+    if (interest_ & EPOLLIN) {
+        read();
+    } else if (events & interest_ & EPOLLRDHUP) {
+        on_end_ahead();
+    }
 }
 
 void Client::on_no_memory() {
@@ -154,6 +159,7 @@ void Client::update_interest() {
     const bool has_piece =
         stage_ == Stage::deciding && !is_body_whole_ && !is_piece_wanted_ && !is_awaited_;
     if (!has_left_half_ && !waits && !has_piece) events |= EPOLLIN | EPOLLRDHUP;
+    if (waits && !has_left_half_ && !has_end_ahead_) events |= EPOLLRDHUP;
     thread_.loop().change(*this, events);
 }
 
@@ -168,7 +174,7 @@ void Client::look_after(double now) {
         if (now > std::min(moved_at + kSlack_s, refused_at_ + request_s)) close();
         return;
     }
-    if (has_left_half_ && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
+    if ((has_left_half_ || has_end_ahead_) && probes_ < kProbeAfter_s.size() && now >= probe_at_) probe();
     if (!is_open()) return;
     show_running(now);
     if (is_unsent() && now - stalled_since_ > stall_s) {
@@ -213,6 +219,16 @@ void Client::on_end_of_input() {
     leave_if_unfinished();
     if (!is_open()) return;
     has_left_half_ = true;
+    begin_probes();
+}
+
+// The same, behind requests that are not read yet.
+void Client::on_end_ahead() {
+    has_end_ahead_ = true;
+    begin_probes();
+}
+
+void Client::begin_probes() {
     probes_ = 0;
     probe_at_ = thread_.now();
     probe();

@@ -144,6 +144,8 @@ private:
     void hand_over(HandedOver why);
     void post_body();
     void on_end_of_input();
+    void on_end_ahead();
+    void begin_probes();
     void leave_if_unfinished();
     void probe();
     void refuse_handshake();
@@ -204,6 +206,7 @@ private:
     bool is_trusted_ = false;     // it is a proxy whose x-forwarded fields count
     bool has_asked_ = false;      // a head came whole
     bool has_left_half_ = false;  // it sends no more, and may still read
+    bool has_end_ahead_ = false;  // so it will, behind what is not read yet
     bool has_ended_output_ = false;  // as far as TLS goes
     u8 probes_ = 0;
     double probe_at_ = 0;

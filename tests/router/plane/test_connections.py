@@ -289,12 +289,16 @@ def all_taken_below(limit: int) -> Iterator[None]:
 # --- several requests on one connection -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("behind", [3, 3000])
 @pytest.mark.parametrize("reset", [False, True])
-async def test_only_the_running_request_hears_that_its_client_left(reset: bool) -> None:
-    """The engine would work on for no one; those behind it have not begun."""
+async def test_only_the_running_request_hears_that_its_client_left(
+    reset: bool, behind: int
+) -> None:
+    """The engine would work on for no one; those behind it have not begun, and not all are read."""
+    waits = request_bytes("GET", "/waits") * behind
     async with one_client() as (served, client):
         served.goes = False
-        await client.write(request_bytes("GET", "/under-way") + request_bytes("GET", "/waits") * 3)
+        await client.write(request_bytes("GET", "/under-way") + waits)
         await served.until_waiting()
         client.leave(reset)
         await eventually(lambda: served.left == ["/under-way"], "it hears that its client has left")
@@ -539,6 +543,23 @@ async def test_a_client_that_stops_sending_gets_its_responses(half: bytes) -> No
         await eventually(lambda: served.clients() == 0, "nothing is left")
         assert [request.path for request in served.requests] == ["/x"] * 3
         assert served.refusals == []
+
+
+async def test_a_client_that_stops_sending_behind_many_requests_gets_all_responses() -> None:
+    """That it sends no more is seen before all of them are read."""
+    count = 3000
+    async with one_client() as (served, client):
+        served.goes = False
+        await client.write(request_bytes("GET", "/x") * count)
+        client.writer.write_eof()
+        first = await served.until_waiting()
+        await served.gets_around()
+        served.goes = True
+        first.respond()
+        assert [(await client.read_answer()).body for _ in range(count)] == [b"ok"] * count
+        assert await client.is_closed()
+        await eventually(lambda: served.clients() == 0, "nothing is left")
+        assert (len(served.requests), served.left, served.refusals) == (count, [], [])
 
 
 async def test_a_client_that_stops_sending_within_a_request_is_gone() -> None:
