@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import functools
+import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +118,7 @@ class Dispatcher:
             NoReplica: The same, but some replica has not reported its models yet.
         """
         if endpoint is None:
-            model, body = await self._model_in(_without_mark(body), terms.salt)
+            model, body = await self._model_in(_in_utf8(body), terms.salt)
             return self.dispatch_by_load(model, body, terms, needs_model=needs_model)
         found = self.dispatch_now(endpoint, body, terms, encoding)
         return found if isinstance(found, Decision) else await found
@@ -138,14 +140,14 @@ class Dispatcher:
         Raises:
             RequestError: As `dispatch`.
         """
-        body = _without_mark(body, encoding)
+        body = _in_utf8(body, encoding)
         spec, changed = read_request(body, endpoint, encoding, terms.secret, self.owns_priority)
         return self._asked(spec, body if changed is None else changed, terms)
 
     async def _read_later(
         self, endpoint: Endpoint, body: bytes, terms: Terms, encoding: Encoding
     ) -> Decision:
-        body = _without_mark(body, encoding)
+        body = _in_utf8(body, encoding)
         spec, changed = await self._read_large(
             read_request, body, endpoint, encoding, terms.secret, self.owns_priority
         )
@@ -473,9 +475,16 @@ def _no_other(_chosen: Candidate) -> None:
     """Name no other replica to compute the prompt."""
 
 
-def _without_mark(body: bytes, encoding: Encoding = "json") -> bytes:
-    """Return JSON without its byte-order mark, which engines skip as well."""
-    return body.removeprefix(codecs.BOM_UTF8) if encoding == "json" else body
+def _in_utf8(body: bytes, encoding: Encoding = "json") -> bytes:
+    """Return JSON in UTF-8 and without a byte-order mark. Engines read it by Python's `json`, which
+    skips the mark and finds out what it is in; without UTF-8, one of the first bytes is no text."""
+    if encoding != "json":
+        return body
+    found = json.detect_encoding(body[:4])
+    if not found.startswith("utf-8"):
+        with contextlib.suppress(UnicodeError):  # then it is refused as what it is
+            return body.decode(found).encode()
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 def _tokens_in(tokenized: Sequence[TokenizedPrompt]) -> int:
