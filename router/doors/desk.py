@@ -198,10 +198,11 @@ class Desk:
     ) -> DecidedReservation:
         observers, waiter = self.observers, claim.waiter
         claim.place = self.reservations.take_place(reservation_id)
+        waited_s = 0.0 if waiter is None else observers.clock() - waiter.arrived
+        # What may refuse it comes before it is logged.
+        number_of = self.engine_order.numbers(ask.headers, ask.caller.priority, waited_s)
         observer = observers.observe(decision, ask.path, ask.request_id, ask.trace_id)
-        if waiter is not None:
-            observer.waited_s = observers.clock() - waiter.arrived
-        number_of = self.engine_order.numbers(ask.headers, ask.caller.priority, observer.waited_s)
+        observer.waited_s = waited_s
         attempt = next(decision.attempts(number_of=number_of))
         clock = self.reservations.clock
         reservation = DecidedReservation(reservation_id, claim, attempt, observer, clock, clock())

@@ -192,3 +192,15 @@ async def test_a_real_engine_says_its_order_and_takes_the_numbers(router: Router
         ):
             body = {"model": "ordered", "max_tokens": 3, **asked}
             assert (await router.post(path, body)).status == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/select_and_reserve"])
+async def test_a_priority_that_is_no_class_leaves_no_request_under_way(path: str) -> None:
+    """It was refused when the log had it already, and was shown as running for ever."""
+    async with engines(1) as (stub,):
+        with router_process({"overload": {"priority_header": "x-priority"}}) as router:
+            async with router.serving(stub):
+                body = {"model": stub.model, "model_name": stub.model, "prompt": [1, 2, 3]}
+                refused = await router.post(path, body, {"x-priority": "vip"})
+                assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+                assert (await router.get("/requests")).json["requests"] == []

@@ -383,8 +383,10 @@ class Passage:
             gateway.router.entrance, decision
         ):
             return
+        waited_s = self._waited_s  # what may refuse it comes before it is logged
+        number_of = gateway.engine_order.numbers(self._headers, begun.key.priority, waited_s)
         try:
-            observer = self._observer = self._observe(decision)
+            observer = self._observer = self._observe(decision, waited_s)
         except NoReplica as error:
             failed = self._exchange.failed_first
             if failed is None or failed.status != HTTPStatus.TOO_MANY_REQUESTS:
@@ -399,9 +401,6 @@ class Passage:
         if begun.usage is not None:
             response_headers = request.response_headers + begun.usage.headers()
             request = replace(request, response_headers=response_headers)
-        number_of = gateway.engine_order.numbers(
-            self._headers, begun.key.priority, observer.waited_s
-        )
         attempts = decision.attempts(
             gateway.guard.clients_see_hits, number_of, hands_over=gateway.hands_over
         )
@@ -415,16 +414,22 @@ class Passage:
         if not relay.is_over:
             self._relay = relay
 
-    def _observe(self, decision: Decision) -> RequestObserver:
+    @property
+    def _waited_s(self) -> float:
+        """How long it has waited for room."""
+        if self._waiter is None:
+            return 0.0
+        return self._gateway.router.observers.clock() - self._waiter.arrived
+
+    def _observe(self, decision: Decision, waited_s: float) -> RequestObserver:
         observers, trace = self._gateway.router.observers, self._begun.trace
         request_id = self._request_id.decode("latin-1")
         observer = observers.observe(
             decision, self._exchange.path, request_id, self._begun.trace_id
         )
-        if self._waiter is not None:
-            observer.waited_s = observers.clock() - self._waiter.arrived
-            if trace is not None:
-                trace.waited("queue", observer.waited_s)
+        observer.waited_s = waited_s
+        if self._waiter is not None and trace is not None:
+            trace.waited("queue", waited_s)
         if trace is not None:
             observer.record_in(trace)
         if self._line is not None:
