@@ -12,9 +12,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 START_DEADLINE_S = 600.0
 BLOCK_SIZE = 32
@@ -44,6 +45,7 @@ class VllmServer:
         arguments: Further arguments of the command.
         publisher: Of its events.
         has_plugins: Whether it loads what is installed beside it, such as `kvroute-vllm`.
+        environment: More of its environment.
     """
 
     sources = 1
@@ -57,13 +59,14 @@ class VllmServer:
         *arguments: str,
         publisher: str = "zmq",
         has_plugins: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.model = model.name
         self.directory = directory
         self.port, self.events_port, self.replay_port = free_ports(3)
         self._command = self._command_line(model, blocks, publisher, arguments)
-        self._plugins = {} if has_plugins else {"VLLM_PLUGINS": ""}
+        self._environment = {**environment, **({} if has_plugins else {"VLLM_PLUGINS": ""})}
         self._log = directory / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -81,7 +84,7 @@ class VllmServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **_ENVIRONMENT, **self._plugins, "PYTHONPATH": str(path)},
+                env={**os.environ, **_ENVIRONMENT, **self._environment, "PYTHONPATH": str(path)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
