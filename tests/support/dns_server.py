@@ -50,10 +50,12 @@ class DnsServer(asyncio.DatagramProtocol):
 
 
 @asynccontextmanager
-async def dns_server() -> AsyncIterator[tuple[DnsServer, str]]:
+async def dns_server(
+    listen: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[tuple[DnsServer, str]]:
     """A server, and its address as `nameserver` has it."""
     loop = asyncio.get_running_loop()
-    transport, server = await loop.create_datagram_endpoint(DnsServer, local_addr=("127.0.0.1", 0))
+    transport, server = await loop.create_datagram_endpoint(DnsServer, local_addr=(listen, port))
     try:
         host, port = transport.get_extra_info("sockname")
         yield server, f"{host}#{port}"

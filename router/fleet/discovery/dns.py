@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import dns.asyncresolver
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 
 from kvevents.pacing import Backoff
 from router.config.discovery import DnsDiscovery, name_server
+from router.config.document import Stamp, stamp_of
 from router.config.origin import in_url
 from router.config.replica import ReplicaConfig
 from router.fleet.discovery.provider import FIRST_RETRY_S, ProviderListener
@@ -22,6 +25,8 @@ _LOOKUP_S = 5.0
 _ADDRESSES = dns.rdatatype.A, dns.rdatatype.AAAA
 _ABSENT = (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer)
 MAX_RECORDS = 4096
+SYSTEM = Path("/etc/resolv.conf")
+"""Names the system's servers. That of a machine changes with its network."""
 
 
 class DnsProvider:
@@ -37,6 +42,8 @@ class DnsProvider:
         self.name = config.title
         self._config = config
         self._resolver: dns.asyncresolver.Resolver | None = None
+        self._stamp: Stamp | None = None
+        """That of the system's file when the resolver was made."""
         self._answers: dict[dns.rdatatype.RdataType, Any] = {}
         """The last answer for each kind of address that has one."""
         self._failed: dict[dns.rdatatype.RdataType, Exception] = {}
@@ -99,12 +106,19 @@ class DnsProvider:
 
     async def _ask(self, kind: dns.rdatatype.RdataType) -> Any:
         """The answer; None where the name has no such record."""
-        if self._resolver is None:
-            self._resolver = _resolver(self._config.nameserver)
+        resolver = self._current_resolver()
         try:
-            return await self._resolver.resolve(self._config.name, kind, search=True)
+            return await resolver.resolve(self._config.name, kind, search=True)
         except _ABSENT:
             return None
+
+    def _current_resolver(self) -> dns.asyncresolver.Resolver:
+        """The resolver; a new one where the system's file has changed, the last where it is gone."""
+        stamp = None if self._config.nameserver else stamp_of(SYSTEM)
+        if self._resolver is None or stamp not in (None, self._stamp):
+            self._resolver = _resolver(self._config.nameserver)
+            self._stamp = stamp
+        return self._resolver
 
     def _replica(self, host: str, port: int) -> ReplicaConfig:
         options = self._config.replica
@@ -119,7 +133,7 @@ def _resolver(nameserver: str | None) -> dns.asyncresolver.Resolver:
     Raises:
         NoResolverConfiguration: The system names no name server.
     """
-    found = dns.asyncresolver.Resolver(configure=nameserver is None)
+    found = dns.asyncresolver.Resolver(os.fspath(SYSTEM), configure=nameserver is None)
     found.lifetime = _LOOKUP_S
     if nameserver is not None:
         address, found.port = name_server(nameserver)

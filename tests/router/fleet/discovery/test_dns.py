@@ -9,7 +9,7 @@ import dns.resolver
 import pytest
 from pydantic import ValidationError
 
-from router.config.discovery import DnsDiscovery
+from router.config.discovery import DnsDiscovery, name_server
 from router.config.replica import ReplicaOptions
 from router.fleet.discovery.dns import DnsProvider
 from tests.router.fleet.discovery.found import following
@@ -158,12 +158,52 @@ async def test_a_system_without_a_resolver_is_asked_again(
 ) -> None:
     """Its configuration may come later, as may the network: the router did not start."""
     path = tmp_path / "resolv.conf"
-    monkeypatch.setattr(dns.resolver.BaseResolver.__init__, "__defaults__", (str(path), True))
-    config = {"name": NAME, "port": 8000, "max_interval_s": 0.1, "min_interval_s": 0.02}
-    async with following(DnsProvider(DnsDiscovery.model_validate(config))) as found:
+    monkeypatch.setattr("router.fleet.discovery.dns.SYSTEM", path)
+    async with following(provider_of_the_system()) as found:
         await eventually(lambda: len(found.failures) > 1, "it asks again")
         assert found.failures[-1].startswith("NoResolverConfiguration")
         path.write_text("nameserver 127.0.0.1\n")
         await eventually(
             lambda: not found.failures[-1].startswith("NoResolverConfiguration"), "it asks there"
         )
+
+
+async def test_the_systems_servers_are_read_again_when_they_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine's network may move under the router; those that are known are asked
+    where the file is gone for a moment."""
+    path = tmp_path / "resolv.conf"
+    monkeypatch.setattr("router.fleet.discovery.dns.SYSTEM", path)
+    async with dns_server("127.0.0.2") as (before, first):
+        port = name_server(first)[1]
+        async with dns_server("127.0.0.3", port) as (after, _):
+            ask_at_port(monkeypatch, port)
+            before.records[NAME, "A"] = 0, ["10.0.0.1"]
+            after.records[NAME, "A"] = 0, ["10.0.0.2"]
+            path.write_text("nameserver 127.0.0.2\n")
+            async with following(provider_of_the_system()) as found:
+                await eventually(lambda: list(found.urls) == ["10.0.0.1:8000"], "the first server")
+                path.unlink()
+                lists = len(found.lists)
+                await eventually(lambda: len(found.lists) > lists + 1, "it is asked still")
+                path.write_text("nameserver 127.0.0.3\n")
+                await eventually(lambda: list(found.urls) == ["10.0.0.2:8000"], "the new one")
+                assert not found.failures
+
+
+def provider_of_the_system() -> DnsProvider:
+    """A provider that asks the servers in the system's file."""
+    config = {"name": NAME, "port": 8000, "max_interval_s": 0.1, "min_interval_s": 0.02}
+    return DnsProvider(DnsDiscovery.model_validate(config))
+
+
+def ask_at_port(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Have the system's servers asked at *port*: 53 is the administrator's to open."""
+    reset = dns.resolver.BaseResolver.reset
+
+    def with_port(resolver: dns.resolver.BaseResolver) -> None:
+        reset(resolver)
+        resolver.port = port
+
+    monkeypatch.setattr(dns.resolver.BaseResolver, "reset", with_port)
