@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 import aiohttp
+from aiohappyeyeballs import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
 from async_timeout import timeout
 from multidict import CIMultiDict
@@ -103,15 +104,18 @@ class UpstreamClient:
         trusted: Returns the context for https origins; None: the system's certificate authorities
             are trusted. A connection is used only while its context is returned.
         on_shortage: Called with what the system refused, as in `OutOfResources`.
+        make_socket: Makes the socket of a connection; None: the library does.
     """
 
     def __init__(
         self,
         trusted: Callable[[], ssl.SSLContext | None] = lambda: None,
         on_shortage: Callable[[str], object] = lambda _: None,
+        make_socket: Callable[[AddrInfoType], socket.socket] | None = None,
     ) -> None:
         self._trusted = trusted
         self._on_shortage = on_shortage
+        self._make_socket = make_socket
         self._sessions: dict[Allows | None, aiohttp.ClientSession] = {}
         """Sessions by rule on addresses: no connection is shared between two rules."""
         self._reached: set[str] = set()
@@ -227,6 +231,7 @@ class UpstreamClient:
                     keepalive_timeout=KEPT_S,
                     use_dns_cache=False,
                     resolver=_Resolver(allows),
+                    socket_factory=self._make_socket,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trace_configs=[_traced()],

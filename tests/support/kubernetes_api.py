@@ -8,8 +8,11 @@ that is not compacted.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +21,9 @@ from urllib.parse import parse_qs, urlsplit
 PODS = "/api/v1/namespaces/{}/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
+
+_ATTACH_FILTER = 26
+"""SO_ATTACH_FILTER of Linux."""
 
 
 def pod(
@@ -71,6 +77,8 @@ class ApiServer:
         self._changes: list[tuple[int, str, str, dict[str, Any]]] = []
         self._changed = asyncio.Condition()
         self._cut = 0
+        self._watching: set[asyncio.StreamWriter] = set()
+        self._vanished: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
     async def put(self, path: str, thing: dict[str, Any]) -> None:
@@ -98,6 +106,16 @@ class ApiServer:
         async with self._changed:
             self._cut += 1
             self._changed.notify_all()
+
+    def vanish(self) -> None:
+        """Send nothing more on the watches' connections, and have them take no packet, not even one
+        that asks whether they are there, as behind a cut cable."""
+        # A filter of one instruction, BPF_RET of 0: no byte of a packet passes.
+        nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(nothing))
+        self._vanished |= self._watching
+        for writer in self._vanished:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
     async def _change(self, path: str, kind: str, thing: dict[str, Any]) -> None:
         self.version += 1
@@ -170,6 +188,7 @@ class ApiServer:
         seen, cut = int(query["resourceVersion"]), self._cut
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         self.watches += 1
+        self._watching.add(writer)
         try:
             if seen < self.oldest:
                 gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
@@ -178,7 +197,8 @@ class ApiServer:
                 return
             while True:
                 for version, where, kind, thing in list(self._changes):
-                    if version > seen and where == path and _fits(thing, query, kind):
+                    is_new = version > seen and writer not in self._vanished
+                    if is_new and where == path and _fits(thing, query, kind):
                         _chunk(writer, {"type": kind, "object": thing})
                     seen = max(seen, version)
                 await writer.drain()
@@ -191,6 +211,7 @@ class ApiServer:
                     raise ConnectionResetError
         finally:
             self.watches -= 1
+            self._watching.discard(writer)
 
 
 def _fits(thing: dict[str, Any], query: dict[str, str], kind: str = "") -> bool:

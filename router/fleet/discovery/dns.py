@@ -113,7 +113,7 @@ class DnsProvider:
             return None
 
     def _current_resolver(self) -> dns.asyncresolver.Resolver:
-        """The resolver; a new one where the system's file has changed, the last where it is gone."""
+        """The resolver; a new one if the system's file has changed, the last if it is gone."""
         stamp = None if self._config.nameserver else stamp_of(SYSTEM)
         if self._resolver is None or stamp not in (None, self._stamp):
             self._resolver = _resolver(self._config.nameserver)

@@ -9,6 +9,7 @@ listed again.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
+from aiohappyeyeballs import AddrInfoType
 
 from kvevents.errors import UNREADABLE
 from kvevents.pacing import Backoff
@@ -31,6 +33,10 @@ MAX_LINE_BYTES = 4 * 1024 * 1024
 MAX_OBJECTS = 16_384
 WATCH_S = 240
 """How long the server keeps a watch open; then it is asked for again."""
+LOST_S = 30
+"""A watch whose server is gone without a word is noticed after so long, as client-go's pings do
+after 45 s. The kernel asks: an API server has nothing to do for it."""
+_PROBES = 3
 _ANSWER_S = 10.0
 _SHORT_S = 1.0
 """A watch that ends sooner is not asked for again at once."""
@@ -105,7 +111,7 @@ class KubernetesApi:
         """
         self._origin = origin
         self._token = token
-        self._client = UpstreamClient(trusted)
+        self._client = UpstreamClient(trusted, make_socket=_probing_socket)
 
     async def close(self) -> None:
         await self._client.close()
@@ -178,6 +184,23 @@ class KubernetesApi:
         token = self._token()
         bearer = [] if token is None else [(b"authorization", b"Bearer " + token.encode("ascii"))]
         return [(b"accept", b"application/json"), *bearer]
+
+
+def _probing_socket(address: AddrInfoType) -> socket.socket:
+    """Make a socket whose connection breaks when the other end has vanished."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    interval_s = max(1, LOST_S // (2 * _PROBES))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", LOST_S - _PROBES * interval_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", LOST_S * 1000),  # of a request that is not acknowledged
+    ):
+        if hasattr(socket, name):  # not every system has them
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 def _target(path: str, query: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import sys
 from pathlib import Path
 from random import Random
 
@@ -77,6 +78,21 @@ async def test_a_cut_watch_resumes_where_it_was_cut() -> None:
         await eventually(lambda: list(found.urls) == ["vllm-1"], "resumed")
         listed = [target for target in server.requests if "watch=" not in target]
         assert len(listed) == 1, listed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="packets are dropped as Linux can")
+async def test_a_watch_whose_server_is_gone_without_a_word_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a cut cable, or a load balancer that forgot the connection: it would be waited for
+    until the watch should have ended, minutes later."""
+    monkeypatch.setattr("router.fleet.discovery.kubernetes_api.LOST_S", 4)
+    async with api_server() as (server, url), following(provider(url)) as found:
+        await server.put(PATH, pod("vllm-0"))
+        await eventually(lambda: "vllm-0" in found.urls and server.watches, "watching")
+        server.vanish()
+        await server.put(PATH, pod("vllm-1", "10.0.0.2"))
+        await eventually(lambda: "vllm-1" in found.urls, "watching again")
 
 
 async def test_a_version_that_is_too_old_is_listed_again() -> None:
