@@ -321,6 +321,7 @@ def test_routers_that_serve_tls_are_scraped(tmp_path: Path, kind: str) -> None:
         ({**BASIC, "listen": {"enabled": True}}, "replicas must be 1"),
         ({**LISTENING, "autoscaling": {"enabled": True}}, "without autoscaling"),
         ({**BASIC, "listen": {"port": 0}}, "listen.port"),
+        ({**BASIC, "config": {"server": {"port": 9000}}}, "config.server.port: must be 8000"),
         (
             {
                 **BASIC,

@@ -115,5 +115,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- if .Values.state.snapshots.enabled }}{{ $_ := set $state "directory" "/var/lib/kvroute" }}{{ end }}
 {{- if $state }}{{ $_ := set $known "state" $state }}{{ end }}
-{{- toYaml (mergeOverwrite $known (deepCopy .Values.config)) }}
+{{- $made := mergeOverwrite $known (deepCopy .Values.config) }}
+{{- if ne (toString $made.server.port) "8000" }}
+{{- fail "config.server.port: must be 8000, where probes, services and policies find the router; service.port is for clients" }}
+{{- end }}
+{{- toYaml $made }}
 {{- end }}
