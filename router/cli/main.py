@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from types import ModuleType
 
-from kvevents.errors import KVEventsError
 from router.errors import RouterError
 
 EXIT_FAILED = 1
@@ -55,10 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: None: the command has this process to itself.
     """
+    if argv is None and sys.argv[1:2] == ["serve"]:
+        # It would end the process during the imports. `router.serve.server` lets it through, as one
+        # that asks for the configuration.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    of_events = import_module("kvevents.errors")  # most of a start's time before the command's own
     try:
         arguments = _arguments(sys.argv[1:]) if argv is None else _parser(argv).parse_args(argv)
         code: int = arguments.run(arguments)
-    except (RouterError, KVEventsError) as error:
+    except (RouterError, of_events.KVEventsError) as error:
         print(f"kvroute: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader of our output left, as `head` does

@@ -255,6 +255,7 @@ async def serve(
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     if source is not None:  # before tokenizers are loaded: without a handler, SIGHUP ends a process
         loop.add_signal_handler(signal.SIGHUP, asked.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `router.cli.main` blocks it
     certificate = listener_certificate(config.server.tls)
     service = RouterService(config, new_index=new_index)
     app = RouterApp(service)

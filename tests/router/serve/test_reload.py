@@ -67,3 +67,36 @@ def read():
 
 raise SystemExit(run(config, new_index, ConfigSource(read, None)))
 """
+
+
+def test_one_that_asks_while_python_imports_the_router_is_heard_once_it_runs() -> None:
+    """A supervisor does not know how far the process is, which is its own from `exec` on."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ASKED_AT_AN_IMPORT], timeout=START_S, check=False
+    )
+    assert ended.returncode == 0
+
+
+_ASKED_AT_AN_IMPORT = """
+import os, signal, sys
+from router.config.schema import RouterConfig
+
+class Asking:
+    def find_spec(self, name, path=None, target=None):
+        if name == "router.cli.serve_command":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+read, texts = RouterConfig.from_yaml, []
+
+def from_yaml(text, *more):
+    texts.append(text)
+    if len(texts) == 2:  # the configuration is read again
+        os.kill(os.getpid(), signal.SIGTERM)
+    return read(text, *more)
+
+RouterConfig.from_yaml = from_yaml
+sys.meta_path.insert(0, Asking())
+sys.argv = ["kvroute", "serve", "--port", "0"]
+from router.cli.main import main
+raise SystemExit(main())
+"""
