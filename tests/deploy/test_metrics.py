@@ -117,6 +117,7 @@ def settings(directory: Path) -> dict[str, Any]:
         "models": [{"name": MODEL, "tokenizer": str(directory / "model")}],
         "health": {"interval_s": 0.25, "timeout_s": 0.25, "unhealthy_after": 1000},
         "overload": {"max_in_flight": 1},
+        "board": {"url": "redis://127.0.0.1:1", "secret": "of-all"},  # nobody there
     }
 
 
