@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_stub import engines, prompt_ids, unique
+from tests.support.engine_stub import Exchange, answer, engines, prompt_ids, unique
 from tests.support.http_client import ask, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.waiting import eventually
 
 ALICE = {"authorization": "Bearer alice-key"}
 BOB = {"authorization": "Bearer bob-key"}
@@ -340,6 +341,35 @@ BAD = (
     b'{"token_ids": [1], "avoid": [' + b'"a",' * 2000 + b'"a"]}',
     b'{"replica": 7}',
 )
+
+
+@pytest.mark.parametrize("path", ["/select_and_reserve", "/reservations"])
+async def test_who_leaves_before_it_is_decided_books_nothing(
+    router: RouterProcess, path: str
+) -> None:
+    """Its end of the reservation comes before there is one, and would be its last word."""
+    async with engines(1) as (stub,), router.serving(stub):
+        asked, go = asyncio.Event(), asyncio.Event()
+
+        async def tokenize(exchange: Exchange) -> None:
+            asked.set()
+            await exchange.wait(go)
+            await answer(exchange)
+
+        stub.tokenizing = tokenize
+        async with connect(router.port) as gateway:
+            body = {"model": stub.model, "prompt": "to be tokenised", "selection_id": unique("r")}
+            if path == "/reservations":
+                body["replica"] = stub.name
+            await gateway.send("POST", path, body)
+            await eventually(asked.is_set, "its prompt is being tokenised")
+        early = await ask(router.port, "DELETE", f"/reservations/{body['selection_id']}")
+        assert early.status == 404
+        go.set()
+        await router.until(
+            lambda now: not now.sum("kvroute_requests_under_way"), "nothing is being decided"
+        )
+        assert await held(router) == 0
 
 
 @pytest.mark.parametrize("path", ["/select", "/select_and_reserve", "/reservations"])

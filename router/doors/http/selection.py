@@ -261,11 +261,9 @@ class _SelectionEndpoints:
     async def reserve(
         self, request: Request, ask: Question, name: str | None
     ) -> DecidedReservation:
-        """Reserve; while that waits, it is given up if the gateway leaves."""
-        reserving = self.desk.reserve(ask, name)
-        if not self.config.overload.is_queueing:
-            return await reserving
-        return await _unless_left(request.receive, reserving)
+        """Reserve; until that is done, it is given up if the gateway leaves: nobody would end what
+        it has not heard of, or tried to end before it was there."""
+        return await _unless_left(request.receive, self.desk.reserve(ask, name))
 
     async def read_report(self, request: Request, kind: type[_Body]) -> _Body:
         body = await read_request(request, self.config.server, lambda _: None, MAX_REPORT_BYTES)
