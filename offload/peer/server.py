@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class PeerServer:
     """Requests and replies of one client; ours send the next request behind the reply."""
     UNTAKEN_MS = 10_000
     """After this a client that takes nothing is disconnected, and what it was sent is let go."""
+    WARN_EVERY_S = 60.0
+    """At most one warning in so long: whoever reaches the port may send what is no request."""
 
     def __init__(self, host: str, port: int, identity: bytes, memory: PeerMemory) -> None:
         """Bind, and serve until closed.
@@ -63,6 +66,9 @@ class PeerServer:
         self._socket.setsockopt(zmq.TCP_MAXRT, self.UNTAKEN_MS)
         self._unsent: list[tuple[zmq.MessageTracker, int]] = []
         """Parts of replies that ZMQ may hold, and their bytes."""
+        self._warn_from = 0.0
+        self._unsaid = 0
+        """Refused requests of which nothing was logged."""
         try:
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -103,8 +109,16 @@ class PeerServer:
                 raise TransferError(f"peer tier: {len(frames)} frames in a request of one")
             return self._answer(decode(frames[0]))
         except TransferError as error:
-            log.warning("%s", error)
+            self._warn(error)
             return [b""]
+
+    def _warn(self, error: TransferError) -> None:
+        now = time.monotonic()
+        if now < self._warn_from:
+            self._unsaid += 1
+            return
+        log.warning("%s (%d more since the last such line)", error, self._unsaid)
+        self._warn_from, self._unsaid = now + self.WARN_EVERY_S, 0
 
     def _answer(self, request: Request) -> list[bytes]:
         keys = [OffloadKey(key) for key in request.keys]

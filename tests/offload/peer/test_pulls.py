@@ -297,8 +297,10 @@ def _all(peer: Peer, request: EngineRequest) -> frozenset[OffloadKey]:
     return frozenset(peer.engine.scheduler.block_keys(request, 1000))
 
 
-def test_a_server_outlives_whatever_is_sent_to_it(start: Start) -> None:
-    """Anyone may connect."""
+def test_a_server_outlives_whatever_is_sent_to_it(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anyone may connect; and what is no request is logged once a minute, however much comes."""
     holder, puller = start(), start(False)
     holder.serve("a", PROMPT)
     dealer: Socket
@@ -309,6 +311,7 @@ def test_a_server_outlives_whatever_is_sent_to_it(start: Start) -> None:
             dealer.send_multipart(frames)
             assert dealer.poll(10_000)
             assert dealer.recv_multipart() == [b""]
+    assert len([each for each in caplog.records if each.name == "offload.peer.server"]) == 1
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
 
 
