@@ -254,15 +254,15 @@ class RequestLog:
         self._max_requests = max_requests
         self._clock = clock
         self._held: dict[int, RoutedRequest] = {}
-        self._logged_anew: dict[str, int] = {}
-        """Numbers of requests that are to be logged anew, by their ids: readers have seen them."""
+        self._logged_anew: dict[str, RoutedRequest] = {}
+        """Requests that are to be logged anew, by their ids: readers have seen their numbers."""
 
     def add(self, request: RoutedRequest) -> None:
         """Log a request that has been decided on."""
-        number = self._logged_anew.pop(request.request_id, None)
-        if number is None:
+        before = self._logged_anew.pop(request.request_id, None)
+        if before is None:
             self._last_number += 1
-        request.number = number or self._last_number
+        request.number = self._last_number if before is None else before.number
         request.arrived_at = round(self._clock(), 3)
         self.totals.now().requests += 1
         self.update(request)
@@ -291,9 +291,17 @@ class RequestLog:
         """Remove a request that is logged anew, under the same number."""
         self.totals.now().requests -= 1
         self._held.pop(request.number, None)
-        self._logged_anew[request.request_id] = request.number
+        self._logged_anew[request.request_id] = request
         if len(self._logged_anew) > self._max_requests:
             del self._logged_anew[next(iter(self._logged_anew))]
+
+    def end_forgotten(self, request_id: str, end: str, status: int | None) -> None:
+        """Note that a request has ended before it was logged anew, if it was to be."""
+        request = self._logged_anew.pop(request_id, None)
+        if request is not None:
+            request.end, request.status = end, status
+            self.totals.now().requests += 1
+            self.finish(request)
 
     def finish(self, request: RoutedRequest) -> None:
         """Note that a request has ended, and count it."""

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_stub import EngineStub, Exchange, after, answer, engines, hang_up
+from tests.support.engine_stub import (
+    EngineStub,
+    Exchange,
+    after,
+    answer,
+    engines,
+    hang_up,
+    refusing,
+)
 from tests.support.http_client import Answer, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 from tests.support.waiting import eventually
@@ -341,3 +349,37 @@ async def test_a_replica_that_fails_requests_gets_one_to_try_after_a_while(
         while (await router.replica(broken.name))["breaker"] != "closed":
             assert (await router.post("/v1/completions", body, FREE)).status == 200
         assert len(broken.requests) > tried
+
+
+async def test_who_leaves_a_second_queue_is_seen_to_have_left() -> None:
+    """The data plane had sent it to a replica that failed; its client leaves while it waits for
+    room at another one. The live page showed it as running for good."""
+    fails, go = asyncio.Event(), asyncio.Event()
+    health = {**QUICK_HEALTH, "unhealthy_after": 1}
+    config = {"health": health, "overload": {"max_in_flight": 1}}
+    with router_process(config) as router:
+        async with engines(2) as stubs, router.serving(*stubs):
+            bodies = [{"model": stubs[0].model, "prompt": [each]} for each in range(3)]
+            await router.until_core_decides(bodies[2])
+            for stub in stubs:
+                stub.behaviour = after(go)
+            kept = asyncio.create_task(router.post("/v1/completions", bodies[0]))
+            await eventually(lambda: sum(stub.active for stub in stubs) == 1, "one is there")
+            (dying,) = [stub for stub in stubs if not stub.active]
+            dying.behaviour = after(fails, refusing("503 Service Unavailable"))
+            async with connect(router.port) as client:
+                await client.send("POST", "/v1/completions", bodies[1])
+                await eventually(lambda: dying.active == 1, "one is at the other")
+                running: list[Any] = []
+                while len(running) < 2:
+                    log = (await router.get("/requests")).json["requests"]
+                    running = [each["number"] for each in log if each["end"] is None]
+                dying.silent_paths = ("/health",)
+                fails.set()
+                await router.until(lambda now: now.sum("kvroute_queue_requests") == 1, "it waits")
+            await router.until(lambda now: not now.sum("kvroute_queue_requests"), "it has left")
+            log = (await router.get("/requests")).json["requests"]
+            ends = {each["number"]: each["end"] for each in log if each["number"] in running}
+            assert sorted(ends.values(), key=str) == [None, "client_left"]
+            go.set()
+            assert (await kept).status == 200

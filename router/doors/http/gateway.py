@@ -47,6 +47,7 @@ from router.fleet.limits import KeyUsage
 from router.fleet.line import Waiter
 from router.plane.exchanges import PlaneExchange, announced_bytes
 from router.plane.proxied_messages import error_body
+from router.plane.proxy_types import End
 from router.plane.relays import PlaneProxy, PlaneRelay
 from router.prompt.body.json_fields import check_int64
 from router.prompt.body.owned_fields import PRIORITY_HEADER, strip_form
@@ -252,6 +253,7 @@ class Passage:
             self._relay.client_left()
         elif self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
             self._gateway.router.observers.client_left()
+            self._end_forgotten(End.CLIENT_LEFT.value, None)
             self._close()
 
     def cancel(self) -> None:
@@ -484,7 +486,14 @@ class Passage:
         if self._begun.trace is not None:
             self._begun.trace.error = error.code
         self._exchange.respond(error.status, headers, body)
+        self._end_forgotten(error.code, error.status)
         self._close()
+
+    def _end_forgotten(self, end: str, status: int | None) -> None:
+        """Have the log show the end of one that the core had sent, and that is not sent again."""
+        if self._was_under_way:
+            log = self._gateway.router.observers.log
+            log.end_forgotten(self._request_id.decode("latin-1"), end, status)
 
     def _close(self) -> None:
         """End it, in every case. The parts let go of each other: what refers to each other in a
