@@ -21,9 +21,12 @@ from router.prompt.model_files import ModelFiles
 from router.prompt.prompts import ChatPrompt
 
 # vLLM writes the chats of these models with code of its own; their templates, where there are any,
-# are not used.
+# are not used. It tells them by `architectures`; these are the types that have them.
 _RENDERED_BY_CODE = frozenset(
-    ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
+    (
+        *("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling_mm_model", "inkling_model"),
+        *("kimi_audio", "kimi_k3"),
+    )
 )
 # This one too, and before 0.33 the engine's `/tokenize` follows the template all the same and
 # returns other ids than chats have. SGLang writes its chats with the template.

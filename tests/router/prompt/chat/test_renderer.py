@@ -285,6 +285,8 @@ def test_templates_are_chosen_by_name() -> None:
         ({"chat_templates": {}}, "no_chat_template"),
         ({"model_type": "gpt_oss"}, "harmony"),
         ({"model_type": "deepseek_v32"}, "engine_renders_itself"),
+        ({"model_type": "inkling_mm_model"}, "engine_renders_itself"),
+        ({"model_type": "inkling_model"}, "engine_renders_itself"),
         ({"has_mistral_tokenizer": True}, "engine_renders_itself"),
     ],
 )
