@@ -66,6 +66,7 @@ def compiled(output: Path, *arguments: str) -> Path:
     sanitizers = (option for option in arguments if option.startswith("-fsanitize="))
     command = (
         *(needed_compiler(*sanitizers), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{CORE}"),
+        "-Wno-error=deprecated-declarations",  # as in CMakeLists.txt
         *arguments,
         *("-o", str(output)),
     )
