@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.http_client import ask
 from tests.support.router_process import RouterProcess, router_process
+from tests.support.vllm_publisher import free_port
 from tests.vllm.model import FIRST_PLAIN_TOKEN, GEMMA, VOCABULARY, write_model
-from tests.vllm.server import VllmServer, free_ports, running
+from tests.vllm.server import VllmServer, running
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -25,29 +27,26 @@ BLOCKS = 144
 LEAST = 64
 CONNECTOR = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
     "kv_load_failure_policy": "recompute",
 }
 
 
-def _server(directory: Path, model: Path, name: str, port: int) -> VllmServer:
+def _server(directory: Path, model: Path, name: str, role: str) -> VllmServer:
     side_channel = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }
-    arguments = "--kv-transfer-config", json.dumps(CONNECTOR), "--seed", "0"
+    connector = json.dumps({**CONNECTOR, "kv_role": role})
+    arguments = "--kv-transfer-config", connector, "--seed", "0"
     return VllmServer(name, model, directory, BLOCKS, *arguments, environment=side_channel)
 
 
 @pytest.fixture(scope="module")
 def pair(directory: Path) -> Iterator[tuple[VllmServer, VllmServer]]:
     model = write_model(directory / "pair", GEMMA)
-    ports = free_ports(2)
-    computes, responds = (
-        _server(directory, model, name, port)
-        for name, port in zip(("computes", "responds"), ports, strict=True)
-    )
+    computes = _server(directory, model, "computes", "kv_producer")
+    responds = _server(directory, model, "responds", "kv_consumer")
     with running(computes, responds):
         yield computes, responds
 
@@ -96,18 +95,16 @@ async def test_a_cache_is_handed_over_and_predicted_at_both(
         details = served["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] >= len(prompt) - 64, "it was fetched"
         assert logged["attempts"] == 1
-        whole = await computed_alone(router, pair[0], prompt)
+        whole = await computed_alone(pair[0], prompt)
         assert served["choices"][0]["text"] == whole["choices"][0]["text"]
         await router.until_idle()
-    again, logged = await _served(router, [*shared, *_prompt(10, 100)])
+    _, logged = await _served(router, [*shared, *_prompt(10, 100)])
     assert logged["prefiller"] is None, "it holds the cache by now"
     assert logged["predicted"]["cached_tokens"] == logged["actual"]
 
 
-async def computed_alone(router: RouterProcess, server: VllmServer, prompt: list[int]) -> Any:
+async def computed_alone(server: VllmServer, prompt: list[int]) -> Any:
     """What one server generates by itself, from what it has cached."""
-    from tests.support.http_client import ask
-
     body = {"model": "pair", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
     answer = await ask(server.port, "POST", "/v1/completions", body)
     assert answer.status == 200, answer.body
