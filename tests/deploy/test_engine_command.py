@@ -14,7 +14,8 @@ import pytest
 
 from tests.deploy.files import ENGINE_COMMAND, ENGINE_PORTS, run
 from tests.deploy.test_metrics import OF_VLLM
-from tests.support.waiting import eventually
+from tests.support.vllm_publisher import free_port
+from tests.support.waiting import DEADLINE_S, eventually
 
 COMMAND = (sys.executable, "-m", "router.cli.main")
 
@@ -28,17 +29,7 @@ def _command_is_there() -> None:
 @contextlib.contextmanager
 def engine() -> Iterator[int]:
     """Run the command on free ports; yields its HTTP port."""
-    with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ENGINE_PORTS
-        ]
-        free = dict(
-            zip(
-                sorted(ENGINE_PORTS),
-                (listener.getsockname()[1] for listener in listeners),
-                strict=True,
-            )
-        )
+    free = {port: free_port() for port in ENGINE_PORTS}
     words = [
         re.sub(r"\d{4}$", lambda port: str(free[int(port[0])]), word) for word in ENGINE_COMMAND
     ]
@@ -48,7 +39,7 @@ def engine() -> Iterator[int]:
         yield free[8000]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(DEADLINE_S)
 
 
 async def test_the_engine_serves_probes_routers_and_prometheus() -> None:

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import re
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,6 +33,8 @@ from tests.deploy.promql import Asked, asked_by
 from tests.support.engine_stub import BLOCK, EngineStub, after, dying_after, refusing
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import RouterProcess, router_process
+from tests.support.vllm_publisher import free_port
+from tests.support.waiting import DEADLINE_S
 
 MODEL = "deployed"
 VALUES = {
@@ -241,20 +242,14 @@ def test_legends_and_variables_name_labels_that_are_there(
 # --- a real Prometheus ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_port: int) -> None:
+async def test_every_panel_of_the_router_shows_something(tmp_path: Path) -> None:
     """All names may exist and a query still find nothing: a join on the wrong labels, a division by
     an absent series."""
-    binary = tool("prometheus", "prometheus")
+    binary, port = tool("prometheus", "prometheus"), free_port()
     async with at_work(tmp_path) as (router, stub):
-        server = await started(binary, tmp_path, router.port, free_port)
+        server = await started(binary, tmp_path, router.port, port)
         try:
-            await until_all_show(router, stub, free_port)
+            await until_all_show(router, stub, port)
         finally:
             server.terminate()
             await server.wait()
@@ -290,7 +285,7 @@ def router_expressions() -> dict[str, str]:
 
 async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> None:
     """Keep the router working until each panel has shown something."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     empty, work = router_expressions(), itertools.count(2)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
         while empty:

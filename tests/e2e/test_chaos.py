@@ -427,6 +427,7 @@ async def test_a_restarted_router_knows_all_caches_at_once(
     config = {
         "health": HEALTH,
         "replicas": [{"url": engine.url, "id": engine.name} for engine in engines],
+        "server": {"port": free_port()},
     }
     with router_process(config) as first:
         for engine in engines:
@@ -436,9 +437,7 @@ async def test_a_restarted_router_knows_all_caches_at_once(
             down_at = time.monotonic()
             first.process.send_signal(number)
             await first.ended()
-            second = await asyncio.to_thread(
-                RouterProcess, {**config, "server": {"port": first.port}}
-            )
+            second = await asyncio.to_thread(RouterProcess, config)
             try:
                 up_at = time.monotonic()
                 await until_ready(second, engines)

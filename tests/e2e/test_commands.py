@@ -27,7 +27,8 @@ from tests.support.hybrid_stub import HybridStub
 from tests.support.recorded_publisher import RecordedStreamPublisher
 from tests.support.router_process import RouterProcess, router_process
 from tests.support.signals import reset_signal_handlers
-from tests.support.waiting import eventually
+from tests.support.vllm_publisher import free_port
+from tests.support.waiting import DEADLINE_S, eventually
 
 COMMAND = [sys.executable, "-m", "router.cli.main"]
 STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.jsonl.gz"
@@ -309,17 +310,18 @@ async def test_top_survives_a_restart_of_the_router_and_ends_on_a_signal(
     number: signal.Signals,
 ) -> None:
     """An operator watches a restart; afterwards the terminal is restored."""
-    with router_process({}) as router:
+    at_port = {"server": {"port": free_port()}}
+    with router_process(at_port) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
         try:
             await terminal.until("The router has no replicas.")
             router.process.kill()
             await terminal.until("no connection: ")
-            with router_process({"server": {"port": router.port}}) as again:
+            with router_process(at_port) as again:
                 async with HybridStub(unique("model")) as stub, again.serving(stub):
                     await terminal.until("All replicas are well.")
             terminal.process.send_signal(number)
-            assert await asyncio.to_thread(terminal.process.wait, 10) == 0
+            assert await asyncio.to_thread(terminal.process.wait, DEADLINE_S) == 0
             await terminal.until("\x1b[?1049l")
             assert "\x1b[?25h" in terminal.said
             assert "Traceback" not in terminal.said
@@ -353,7 +355,7 @@ async def test_top_scrolls_filters_and_quits_by_keys() -> None:
             terminal.press("\x1b")
             await terminal.until("replica-00")
             terminal.press("q")
-            assert await asyncio.to_thread(terminal.process.wait, 10) == 0
+            assert await asyncio.to_thread(terminal.process.wait, DEADLINE_S) == 0
             await terminal.until("\x1b[?1049l")
         finally:
             terminal.close()

@@ -42,6 +42,7 @@ from tests.oracle.index.index import ReferenceIndex
 from tests.support.blocks import Prefix, copies_held, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
 from tests.support.recorded_publisher import RecordedStreamPublisher
+from tests.support.vllm_publisher import free_port
 from tests.support.waiting import DEADLINE_S
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
@@ -293,7 +294,7 @@ def test_a_replay_ends_where_the_stream_was_when_it_was_asked_for(client: Client
         publish_much(publisher)
         peer = client.dealer(publisher.replay_endpoint, hwm=1)
         peer.ask(0)
-        assert peer.socket.poll(10_000)
+        assert peer.socket.poll(int(DEADLINE_S * 1000))
         publisher.publish(stored(1))
         settle(publisher, 101)
         assert numbers(peer.reply()) == list(range(101))
@@ -388,7 +389,7 @@ def test_a_snapshot_in_progress_is_not_what_the_next_client_gets(client: Client)
             client.dealer(publisher.replay_endpoint),
         )
         slow.ask(SNAPSHOT)
-        assert slow.socket.poll(10_000)
+        assert slow.socket.poll(int(DEADLINE_S * 1000))
         publisher.publish([AllBlocksCleared()])
         settle(publisher, 101)
         assert numbers(quick.answer(SNAPSHOT)) == [101]
@@ -413,7 +414,7 @@ class GatedSource:
 
     def payload(self, item: int) -> bytes:
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(DEADLINE_S)
         return str(item).encode()
 
     def note(self, item: int) -> None:
@@ -434,7 +435,7 @@ def test_offering_never_waits_for_a_thread_that_is_blocked(client: Client) -> No
     source = GatedSource()
     stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), source, 0)
     assert stream.offer(0) is OfferResult.SENT
-    assert source.entered.wait(30)
+    assert source.entered.wait(DEADLINE_S)
     results = [stream.offer(item) for item in range(1, 10)]
     assert results == [OfferResult.SENT] * 3 + [OfferResult.UNSENT] * 3 + [OfferResult.LOST] * 3
     source.gate.set()
@@ -643,7 +644,7 @@ def test_a_huge_request_ends_the_connection_not_the_publisher(
     peer = client.dealer(publisher.replay_endpoint)
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.socket.send_multipart([b"", bytes(1_000_000)])
-    is_disconnected = monitor.poll(20_000)
+    is_disconnected = monitor.poll(int(DEADLINE_S * 1000))
     peer.socket.disable_monitor()
     monitor.close(linger=0)
     assert is_disconnected
@@ -702,7 +703,7 @@ def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_clie
     live = follow(client, stalling)
     stalled = client.dealer(stalling.replay_endpoint, hwm=1)
     stalled.ask(0)
-    assert stalled.socket.poll(10_000)
+    assert stalled.socket.poll(int(DEADLINE_S * 1000))
     last = stalling.statistics().stream.last_seq
     stalling.publish(stored(1))
     assert live.batch().seq == last + 1
@@ -716,7 +717,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_slot(
     """Routers are restarted while they recover."""
     leaving = client.dealer(stalling.replay_endpoint, hwm=1)
     leaving.ask(0)
-    assert leaving.socket.poll(10_000)
+    assert leaving.socket.poll(int(DEADLINE_S * 1000))
     client.leave(leaving)
     assert numbers(client.dealer(stalling.replay_endpoint).answer(100)) == [100]
     assert stalling.statistics().stream.replies.replies_aborted == 1
@@ -730,7 +731,7 @@ def test_a_client_that_asks_again_gets_the_new_reply(client: Client) -> None:
         publish_much(publisher)
         peer = client.dealer(publisher.replay_endpoint, hwm=1)
         peer.ask(0)
-        assert peer.socket.poll(10_000)
+        assert peer.socket.poll(int(DEADLINE_S * 1000))
         peer.ask(99)
         until(
             lambda: publisher.statistics().stream.replies.replies_aborted == 1,
@@ -833,11 +834,6 @@ def test_nothing_is_accepted_after_shutdown(kind: str) -> None:
 
 
 # --- addresses ------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
-        return int(publisher.endpoint.rpartition(":")[2])
 
 
 def test_a_rank_has_ports_of_its_own(client: Client) -> None:

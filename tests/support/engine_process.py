@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.support.http_client import Answer, ask
 from tests.support.router_process import Metrics
+from tests.support.vllm_publisher import free_port
 from tests.support.waiting import DEADLINE_S, START_S, eventually
 from tests.support.warm_start import start
 
@@ -37,7 +38,7 @@ class EngineProcess:
         self._arguments = [*arguments]
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-engine-")
         self._log = Path(self._directory.name) / "stderr.log"
-        self.port = 0
+        self.port = free_port()  # nobody else's while it is restarted
         self.start()
 
     @property

@@ -24,6 +24,7 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher_config import PublisherConfig
 from router.prompt.endpoints import PROMPT_ENDPOINTS
 from tests.support.blocks import FULL, Prefix
+from tests.support.vllm_publisher import free_port
 
 BLOCK = FULL.block_size
 DONE = b"data: [DONE]\n\n"
@@ -361,7 +362,7 @@ class EngineStub:
         self._open: set[_Connection] = set()
         self._prompts: list[list[int]] = []
         self._publisher: ZmqEventPublisher | None = None
-        self._kv_addresses = ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        self._kv_addresses = (_own_address(), _own_address())
 
     @property
     def event_addresses(self) -> tuple[str, str]:
@@ -392,18 +393,16 @@ class EngineStub:
     async def start(self) -> None:
         """Listen, at the previous address if there was one."""
         loop = asyncio.get_running_loop()
+        self.port = self.port or free_port()  # where nobody else listens while it is stopped
         self._server = await loop.create_server(
             lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096, ssl=self.tls
         )
-        self.port = self._server.sockets[0].getsockname()[1]
         if self.has_events:
             endpoint, replay = self._kv_addresses
             config = PublisherConfig(
                 endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=0.2
             )
             self._publisher = ZmqEventPublisher(config, self.layout)
-            assert self._publisher.replay_endpoint is not None
-            self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
 
     async def stop(self) -> None:
         """Stop like a killed process: every connection is cut, and the cache is lost."""
@@ -638,6 +637,10 @@ def _chunked(rest: bytes) -> tuple[bytes, int] | None:
             return body, at
         body += rest[end + 2 : end + 2 + size]
     return None
+
+
+def _own_address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def _is_same(pair: tuple[int, int]) -> bool:

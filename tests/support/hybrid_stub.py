@@ -34,8 +34,6 @@ class HybridStub(EngineStub):
             endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=self.heartbeat_s
         )
         self._publisher = ZmqEventPublisher(config, LAYOUT)
-        assert self._publisher.replay_endpoint is not None
-        self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
 
     def store(self, ids: Sequence[int]) -> None:
         """Cache the prompt in both groups."""

@@ -26,14 +26,21 @@ SnapshotAnswer = Callable[["VllmPublisher"], Reply | None]
 """What an endpoint for snapshots replies; None: nothing."""
 
 
+_chance = random.SystemRandom()  # hypothesis seeds the common one, alike in every worker
+_given: deque[int] = deque(maxlen=2000)
+
+
 def free_port() -> int:
-    """A port that stays free for a while: outside the range of outgoing connections."""
+    """A port that stays free for a while, also between two processes that listen at it: outside the
+    range from which the system takes ports, and none that was returned a while ago."""
     while True:
-        port = random.randrange(12_000, 32_000)
+        port = _chance.randrange(12_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.append(port)
+                return port
 
 
 def seq_frame(seq: int) -> bytes:
