@@ -39,7 +39,7 @@ from router.index.sources import DumpError
 from tests.support.index import dump, load
 from tests.support.signals import reset_signal_handlers
 from tests.support.vllm_publisher import free_port
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, START_S, eventually
 from tests.support.warm_start import ROOT
 
 DEMO = (sys.executable, "-m", "router.cli.main", "demo")
@@ -89,10 +89,10 @@ async def test_a_demo_ended_by_a_signal_leaves_no_process_behind(
     assert demo.stderr is not None
     try:
         await eventually(
-            lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60
+            lambda: len(session_of(demo.pid)) > processes, "engines and router run", START_S
         )
         demo.send_signal(number)
-        assert await asyncio.to_thread(demo.wait, 30) == 0
+        assert await asyncio.to_thread(demo.wait, DEADLINE_S) == 0
         await eventually(lambda: not session_of(demo.pid), "all have ended")
         assert b"Traceback" not in demo.stderr.read()
     finally:
@@ -110,10 +110,10 @@ async def test_a_demo_ended_by_a_signal_reports_failure() -> None:
     )
     assert demo.stdout is not None
     try:
-        await eventually(lambda: len(session_of(demo.pid)) > 1, "engines run", 60)
+        await eventually(lambda: len(session_of(demo.pid)) > 1, "engines run", START_S)
         demo.send_signal(signal.SIGHUP)
         demo.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(demo.wait, 30) == 128 + signal.SIGTERM
+        assert await asyncio.to_thread(demo.wait, DEADLINE_S) == 128 + signal.SIGTERM
         assert demo.stdout.read() == b""
     finally:
         demo.kill()

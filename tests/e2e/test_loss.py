@@ -60,7 +60,7 @@ class Router:
                 and seen.last_seq >= last_seq
             )
 
-        await eventually(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
+        await eventually(is_there, f"{state} at {last_seq}", show=lambda: self.statistics)
 
     async def until_live_from_the_start(self) -> None:
         """Wait until the router is connected, before the first batch."""

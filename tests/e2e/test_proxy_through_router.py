@@ -269,13 +269,13 @@ async def check_a_thousand_streams(router: RouterProcess) -> None:
 
     async def one(number: int) -> bytes:
         async with opened(router, body_for(stubs[0], prompt=[number])) as client:
-            assert await client.read_head(60) == 200
+            assert await client.read_head() == 200
             return await client.read_body()
 
     async with engines(3, behaviour=behave) as stubs, router.serving(*stubs):
         streams = [asyncio.create_task(one(number)) for number in range(count)]
         await eventually(
-            lambda: sum(stub.active for stub in stubs) == count, "all streams are under way", 60
+            lambda: sum(stub.active for stub in stubs) == count, "all streams are under way"
         )
         assert (await router.metrics()).sum("kvroute_in_flight_requests") == count
         go.set()
@@ -297,7 +297,7 @@ async def test_a_scrape_delays_no_stream() -> None:
                     gaps_s = [await longest_gap_s(router, stub)]
                     # Other processes may cause a gap now and then; a scrape that blocks causes one
                     # in every stream.
-                    while gaps_s[-1] > allowed_s and len(gaps_s) < 5:
+                    while gaps_s[-1] > allowed_s and len(gaps_s) < 20:
                         gaps_s.append(await longest_gap_s(router, stub))
                 assert gaps_s[-1] <= allowed_s, gaps_s
 

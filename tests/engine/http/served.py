@@ -22,7 +22,7 @@ from kvroute_engine.http.service import EngineService
 from kvroute_engine.http.tokenizer import EOS_TOKEN_ID, ByteTokenizer, Tokenizer
 from tests.support.http_client import Answer, ask
 from tests.support.router_process import Metrics
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 MODEL = "a-model"
 ADAPTER = "an-adapter"
@@ -41,7 +41,7 @@ class ScriptedRunner:
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
         self.steps += 1
-        assert self.may_go.wait(20), "the test never let the engine go on"
+        assert self.may_go.wait(DEADLINE_S), "the test never let the engine go on"
         if self.fails_with is not None:
             raise self.fails_with
         return [self._next(chunk.num_output_tokens) if chunk.is_last else None for chunk in chunks]

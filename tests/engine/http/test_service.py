@@ -20,7 +20,7 @@ from kvroute_engine.http.service import EngineService, Generation
 from offload.errors import EngineRequestError
 from offload.tiers import PeerTierSpec, TierConfig
 from tests.engine.http.served import ScriptedRunner, scripted_engine
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 
 class Times:
@@ -308,7 +308,7 @@ async def test_an_engine_that_hangs_can_still_be_closed() -> None:
     async with running() as now:
         now.service.faults.hang(3600)
         generation = await now.service.generate(request("a"))
-        assert await now.service.close(within_s=10)
+        assert await now.service.close(within_s=DEADLINE_S)
         assert now.runner.steps == 0
         with pytest.raises(EngineDeadError):
             await collect(generation)

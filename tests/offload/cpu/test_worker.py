@@ -32,6 +32,7 @@ from tests.offload.transfer.world import (
     results_of,
     worlds,
 )
+from tests.support.waiting import DEADLINE_S
 
 SLOTS = 8
 
@@ -201,7 +202,7 @@ def test_the_lists_of_a_submitted_job_may_change() -> None:
     go_on = threading.Event()
 
     def pace(_: int) -> None:
-        go_on.wait(10)
+        go_on.wait(DEADLINE_S)
 
     worker = CPUTransferWorker(cache, 4, WORLD.k, TransferOptions(pace=pace))
     blocks, slots = np.array([1, 2]), [0]
@@ -289,14 +290,14 @@ def test_a_slow_copy_is_not_finished_before_its_last_chunk(device: str) -> None:
         chunks.append(chunk_bytes)
         if len(chunks) == 3:
             before_last.set()
-            go_on.wait(10)
+            go_on.wait(DEADLINE_S)
 
     cache = WORLD.cache(device)
     worker = CPUTransferWorker(cache, 4, WORLD.k, TransferOptions(staging_bytes=48, pace=pace))
     worker.submit(
         TransferJob(1, STORE, gpu([1, 2, 3, 4, 5], [4, 1], [0, 0]), CPULoadStoreSpec([3, 1, 0]))
     )
-    assert before_last.wait(10)
+    assert before_last.wait(DEADLINE_S)
     assert worker.get_finished() == []
     assert worker.statistics().queued_jobs == 1
     go_on.set()

@@ -33,6 +33,7 @@ from offload.tiers import PeerTierSpec, TierConfig
 from router.index.base import SourceId
 from router.index.index import PrefixIndex
 from tests.support.index import match_source, match_tier
+from tests.support.waiting import DEADLINE_S
 
 CONFIG = EngineConfig(
     preset="gemma", num_blocks=600, max_num_batched_tokens=100, cpu_blocks=600, device="cpu"
@@ -309,7 +310,7 @@ def test_a_server_outlives_whatever_is_sent_to_it(
         dealer.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
         for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"x" * 10_000], [b"\x91\xa1\xff"]):
             dealer.send_multipart(frames)
-            assert dealer.poll(10_000)
+            assert dealer.poll(int(DEADLINE_S * 1000))
             assert dealer.recv_multipart() == [b""]
     assert len([each for each in caplog.records if each.name == "offload.peer.server"]) == 1
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
@@ -382,10 +383,10 @@ def test_a_fetch_of_what_is_no_key_gets_nothing(start: Start, key: bytes) -> Non
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{holder.address['remote_port']}")
         dealer.send(encode(nothing))
-        assert dealer.poll(10_000)
+        assert dealer.poll(int(DEADLINE_S * 1000))
         assert dealer.recv_multipart() == [b""]
         dealer.send(encode(PeerFetch(holder.spec.peers._identity, [key])))
-        assert dealer.poll(10_000)
+        assert dealer.poll(int(DEADLINE_S * 1000))
         assert dealer.recv_multipart() == [b""]
     assert puller.serve("b", PROMPT, holder.address)[1] > 0
 

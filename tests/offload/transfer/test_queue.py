@@ -9,6 +9,7 @@ import pytest
 from offload.base import Direction
 from offload.errors import TransferError
 from offload.transfer.queue import TransferQueue
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -45,14 +46,14 @@ def test_neither_a_running_job_nor_those_behind_it_are_finished(queue: TransferQ
 
     queue.submit(1, Direction.LOAD, slow)
     queue.submit(2, Direction.LOAD, lambda: 8)
-    assert started.wait(10)
+    assert started.wait(DEADLINE_S)
     assert queue.get_finished() == []
     assert queue.statistics().queued_jobs == 2
     go_on.set()
     queue.wait([1, 2])
     first, second = queue.get_finished()
     assert (first.job_id, first.success, first.transferred_bytes, second.job_id) == (1, True, 7, 2)
-    assert 0 < first.time_s < 10
+    assert 0 < first.time_s < DEADLINE_S
 
 
 def test_a_failed_job_is_reported_and_the_next_one_runs(

@@ -23,7 +23,7 @@ from tests.support.blocks import tokens
 from tests.support.engine_stub import EngineStub, Exchange
 from tests.support.following import QUICK
 from tests.support.trtllm_engine import BLOCK, PATH, TrtllmCache, TrtllmEvents
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 A = SourceId("replica-a")
 PROMPT = tokens(4 * BLOCK)
@@ -304,7 +304,7 @@ async def test_nobody_goes_on_asking_where_a_cancellation_is_lost(
         await asked.wait()
         (task,) = (each for each in asyncio.all_tasks() if each.get_name() == endpoint)
         await feed.remove(A)
-        async with timeout(5):
+        async with timeout(DEADLINE_S):
             await asyncio.wait([task])
         assert not task.cancelled()
         assert "NoneType" not in caplog.text
