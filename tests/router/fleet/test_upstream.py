@@ -592,15 +592,15 @@ async def test_a_slow_but_steady_body_outlives_the_idle_timeout(client: Upstream
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(CHUNKED)
-        for _ in range(10):
+        for _ in range(15):
             await connection.send_chunk(b"a")
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.25)
         await connection.send_chunk(b"")
 
     async with raw_server(handle) as server:
         assert (
-            await read_all(await post(client, server.origin, timeouts=Timeouts(600, 600, 1)))
-            == b"a" * 10
+            await read_all(await post(client, server.origin, timeouts=Timeouts(600, 600, 3)))
+            == b"a" * 15
         )
 
 

@@ -813,12 +813,12 @@ async def test_a_replica_that_breaks_off_behind_a_slow_client_costs_no_cpu_time(
 async def test_a_client_that_reads_slowly_is_not_taken_for_a_stalled_one() -> None:
     """Mobile networks are slow; what counts is that it goes on."""
     body = b"x" * 8_000_000
-    async with one_replica(answering(answer(body)), client_stall_s=0.5) as (_, client, _):
+    async with one_replica(answering(answer(body)), client_stall_s=3) as (_, client, _):
         await client.request()
         await client.read_head()
         for _ in range(80):
             await client.reader.readexactly(100_000)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
 
 # Counts and load
