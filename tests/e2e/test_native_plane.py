@@ -40,6 +40,9 @@ from tests.support.waiting import eventually
 BY_PYTHON = {"x-vllm-priority": "0"}
 """With this header, a request is decided in Python."""
 NATIVE = {"server": {"threads": 2}, "health": QUICK_HEALTH}
+UNBUSY = {"speed": 1000}
+"""Of replicas whose work weighs nothing, however long a busy machine takes: where the first of two
+equal requests makes one seem busy, the second rightly goes elsewhere."""
 
 
 MODELS = [
@@ -245,7 +248,7 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
         stubs = [EngineStub("spoken", has_events=True) for _ in range(3)]
         for stub in stubs:
             await stack.enter_async_context(stub)
-        await stack.enter_async_context(router.serving(*stubs))
+        await stack.enter_async_context(router.serving(*stubs, **UNBUSY))
         number = await until_native(router, stubs[0])
         for stub, prefix in zip(stubs, prefixes, strict=True):
             stub.store(list(prefix.encode()))
@@ -259,7 +262,7 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
             body = {"model": stubs[0].model, "max_tokens": 2, **fields}
             ways = [{}, BY_PYTHON]
             random.shuffle(ways)
-            found, more = [], random.choice(_HEADERS)
+            found, reasons, more = [], [], random.choice(_HEADERS)
             for headers in ways:
                 answer = await router.post(path, body, {**more, **headers})
                 number += 1
@@ -267,7 +270,8 @@ async def test_the_core_decides_as_python_does(router: RouterProcess, seed: int)
                 assert is_without_python(request) == (not headers), body
                 chosen = {stub.name: stub for stub in stubs}[answer.headers["x-kv-replica"]]
                 found.append((_told(answer), _logged(request), _received(chosen, path)))
-            assert found[0] == found[1], body
+                reasons.append(request["reason"])
+            assert found[0] == found[1], (reasons, body)
 
 
 _HEADERS: list[dict[str, str]] = [
@@ -1089,13 +1093,19 @@ async def test_a_stream_that_a_frozen_replica_got_is_served_by_another() -> None
                 bad.store(ids)
                 await router.until_applied(bad)
                 bad.behaviour = hang
+                retried = {"replica": bad.name, "reason": "late"}
+                # One may have been late already, on a busy machine.
+                before, left = await router.metrics(), len(bad.left)
                 found = await streamed(router, bad, [*ids, 7])
                 assert found.headers["x-kv-replica"] == good.name
-                await eventually(lambda: len(bad.left) == 1, "the attempt there is ended")
-                assert await second_attempts(router, "begun") == 1
-                assert await second_attempts(router, "won") == 1
-                retried = {"replica": bad.name, "reason": "late"}
-                assert (await router.metrics()).sum("kvroute_retries_total", **retried) == 1
+                await eventually(lambda: len(bad.left) == left + 1, "the attempt there is ended")
+                now = await router.metrics()
+                for name, labels in (
+                    ("kvroute_second_attempts_total", {"outcome": "begun"}),
+                    ("kvroute_second_attempts_total", {"outcome": "won"}),
+                    ("kvroute_retries_total", retried),
+                ):
+                    assert now.sum(name, **labels) == before.sum(name, **labels) + 1, name
             await router.until_idle()
 
 
@@ -1113,13 +1123,14 @@ async def test_a_slow_fleet_gets_no_second_attempts() -> None:
 
                 for stub in stubs:
                     stub.behaviour = wait
+                begun = await second_attempts(router, "begun")
                 prompts = [[5000 + number] for number in range(30)]
                 asked = [asyncio.ensure_future(streamed(router, stubs[0], ids)) for ids in prompts]
                 while await second_attempts(router, "not_allowed") < 20:
                     await asyncio.sleep(0.01)
                 may_respond.set()
                 await asyncio.gather(*asked)
-                assert await second_attempts(router, "begun") <= 5
+                assert await second_attempts(router, "begun") - begun <= 5
             await router.until_idle()
 
 
