@@ -742,23 +742,24 @@ def test_a_client_that_asks_again_gets_the_new_reply(client: Client) -> None:
         assert 0 < len(seen) < 100
 
 
-def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(
-    client: Client, publisher: ZmqEventPublisher
-) -> None:
+def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(client: Client) -> None:
     """A large cache takes seconds to send; other routers must not miss events meanwhile."""
-    for first in range(0, 60_000, 600):
-        publisher.publish(
-            [BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)]
-        )
-    live = follow(client, publisher)
-    asking = client.dealer(publisher.replay_endpoint)
-    asking.ask(SNAPSHOT)
-    asking.message()
-    last = publisher.statistics().stream.last_seq
-    publisher.publish([AllBlocksCleared()])
-    assert live.batch().seq == last + 1
-    assert publisher.statistics().stream.replies.snapshots_served == 0
-    assert sum(len(hashes) for hashes in index_of(asking.reply()).values()) == 60_000
+    limits = ReplyLimits(queued_messages=4)
+    with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
+        for first in range(0, 180_000, 600):
+            publisher.publish(
+                [BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)]
+            )
+        live = follow(client, publisher)
+        # It is more than the kernel buffers, so that it cannot be over before it is read.
+        asking = client.dealer(publisher.replay_endpoint, hwm=1)
+        asking.ask(SNAPSHOT)
+        asking.message()
+        last = publisher.statistics().stream.last_seq
+        publisher.publish([AllBlocksCleared()])
+        assert live.batch().seq == last + 1
+        assert publisher.statistics().stream.replies.snapshots_served == 0
+        assert sum(len(hashes) for hashes in index_of(asking.reply()).values()) == 180_000
 
 
 # --- the end --------------------------------------------------------------------------------------
