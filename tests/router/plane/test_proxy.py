@@ -428,7 +428,7 @@ async def test_a_replica_that_fails_before_its_first_byte_is_followed_by_the_nex
     async with raw_server(handler) as bad, raw_server(streaming(event("a"), DONE)) as good:
         plan = [attempt(bad, "bad"), attempt(good, "good"), attempt(bad, "never asked")]
         async with (
-            proxy_server(plan, replace(TIMEOUTS, first_byte_s=0.2)) as proxy,
+            proxy_server(plan, replace(TIMEOUTS, first_byte_s=2.0)) as proxy,
             raw_client(proxy.port) as client,
         ):
             assert await client.ask() == event("a") + DONE
@@ -590,7 +590,7 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_done(t
 
 async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
     """A hung replica must not hang its clients."""
-    timeouts = replace(TIMEOUTS, idle_s=0.2)
+    timeouts = replace(TIMEOUTS, idle_s=2.0)
     async with one_replica(streaming(event("a"), then="wait"), timeouts=timeouts) as (
         proxy,
         client,

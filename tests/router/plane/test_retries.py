@@ -39,7 +39,7 @@ from tests.support.waiting import eventually
 from tests.support.without_ipv6 import refuse_ipv6
 
 DEFAULT = RetryLimits()
-QUICK_TO_CONNECT = Timeouts(connect_s=0.2, first_byte_s=600, idle_s=600)
+QUICK_TO_CONNECT = Timeouts(connect_s=1.0, first_byte_s=600, idle_s=600)
 POISON = b'{"prompt": "poison"}'
 
 

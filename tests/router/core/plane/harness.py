@@ -18,9 +18,9 @@ import trustme
 
 from router.plane.data_plane import PlaneOptions
 from router.plane.secured import PemFiles, Secured, load_openssl
+from tests.support.waiting import DEADLINE_S
 
 NAME = "127.0.0.1"
-DEADLINE_S = 20.0
 OPTIONS: dict[str, Any] = {
     **asdict(
         PlaneOptions(
@@ -241,7 +241,7 @@ def read_request(connection: socket.socket) -> bytes:
 
 def read_all(connection: socket.socket) -> bytes:
     """All that comes until the other side says that nothing more does."""
-    said = b""
+    said = bytearray()  # a row of bytes would be copied with each piece, for half a minute in all
     while piece := connection.recv(1 << 16):
         said += piece
-    return said
+    return bytes(said)

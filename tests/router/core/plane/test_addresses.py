@@ -9,7 +9,6 @@ from pathlib import Path
 
 from router.plane.secured import Secured
 from tests.router.core.plane.harness import (
-    DEADLINE_S,
     LAST,
     NAME,
     Authority,
@@ -21,6 +20,7 @@ from tests.router.core.plane.harness import (
     secured,
     serving,
 )
+from tests.support.waiting import DEADLINE_S
 
 OTHER = "127.0.0.2"
 

@@ -8,7 +8,8 @@ from importlib import import_module
 
 from router.fleet.entrance import OrderFacts
 from router.policies.types import Weights
-from tests.router.core.plane.harness import DEADLINE_S, NAME, OPTIONS
+from tests.router.core.plane.harness import NAME, OPTIONS
+from tests.support.waiting import DEADLINE_S
 
 PATH = b"/v1/completions"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 from router.plane.secured import Secured
-from tests.router.core.plane.harness import DEADLINE_S, LAST, NAME, Way, read_all, serving
+from tests.router.core.plane.harness import LAST, NAME, Way, read_all, serving
+from tests.support.waiting import DEADLINE_S
 
 
 def test_whoever_places_a_request_learns_that_its_client_has_left() -> None:

@@ -15,7 +15,6 @@ import pytest
 from router.plane.relays import IS_CONTROL
 from router.plane.secured import NoTls, PemFiles, Secured, load_openssl
 from tests.router.core.plane.harness import (
-    DEADLINE_S,
     LAST,
     NAME,
     Authority,
@@ -28,6 +27,7 @@ from tests.router.core.plane.harness import (
     serving,
 )
 from tests.router.core.tls.clients import InMemory, hello
+from tests.support.waiting import DEADLINE_S
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 LONG = bytes(range(256)) * 40_000  # 10 MB

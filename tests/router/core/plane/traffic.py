@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from router import _core as core
 from router.plane.secured import Secured
 from tests.router.core.plane.harness import NAME, OPTIONS, Authority, secured
+from tests.support.waiting import DEADLINE_S
 
 CLIENTS, REQUESTS = 6, 25
 BODY = b'{"model": "m", "prompt": [1, 2, 3]}'
@@ -81,7 +82,7 @@ def client(port: int, seed: int, tls: ssl.SSLContext | None) -> None:
         try:
             with contextlib.ExitStack() as stack:
                 connection = stack.enter_context(socket.create_connection((NAME, port)))
-                connection.settimeout(20)
+                connection.settimeout(DEADLINE_S)
                 if tls is not None:
                     connection = tls.wrap_socket(connection, server_hostname=NAME)
                     stack.enter_context(connection)
